@@ -1,0 +1,1 @@
+"""Decode policy (admission, batching, preemption) and its gRPC service."""

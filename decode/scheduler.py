@@ -1,0 +1,214 @@
+"""Decode policy: who runs in the next step, who waits, and who gives its blocks back when they run out.
+
+Every running sequence gets one token a step; what is left of the token budget goes to sequences whose KV is computed here:
+colocated requests and those that were preempted. When blocks run out the newest sequence drops its KV, keeps its tokens and
+is computed again when there is room. Randomness is a function of (seed, position), so it goes on exactly as it would have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from decode.outbox import Outbox
+from model.block_pool import BlockPool, NoFreeBlocks
+from model.engine import ScheduledChunk
+from model.runner import Chunk, SampledToken, StepOutput
+from model.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSequence:
+    """A sequence that decodes here, where its tokens go, and what became of it so far.
+
+    `num_received_tokens` and `num_cached_tokens` are set by whoever took the hand-over in; the scheduler counts the rest.
+    """
+
+    sequence: Sequence
+    outbox: Outbox
+    num_received_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prefill_until: int = 0  # tokens whose KV is computed here before decoding goes on
+    added_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None  # of the first step that gave a token or computed KV
+    ended_at: float | None = None
+
+    @property
+    def holds_blocks(self) -> bool:
+        return bool(self.sequence.block_ids)
+
+
+class DecodeScheduler:
+    """Implements `model.engine.Scheduler`. Event loop only."""
+
+    def __init__(self, pool: BlockPool, *, max_running: int) -> None:
+        self._pool = pool
+        self._max_running = max_running
+        self._waiting: deque[DecodeSequence] = deque()  # preempted ones first
+        self._running: list[DecodeSequence] = []  # oldest first
+        self._in_step: dict[DecodeSequence, int] = {}  # to the number of tokens it runs
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """Tokens whose KV has still to be computed here, beside the one that each decode step computes."""
+        everyone = [*self._waiting, *self._running]
+        return sum(decoding.sequence.num_uncomputed_tokens - 1 for decoding in everyone)
+
+    @property
+    def num_wanted_blocks(self) -> int:
+        """Blocks that sequences here are about to need: whoever reserves for others must leave these free."""
+        waiting = sum(d.sequence.num_blocks_for(d.sequence.num_tokens + 1) for d in self._waiting if not d.holds_blocks)
+        return waiting + len(self._running)
+
+    def add(self, decoding: DecodeSequence) -> None:
+        self._waiting.append(decoding)
+
+    def remove(self, decoding: DecodeSequence) -> None:
+        """Ends a sequence early, because its stream has gone. Blocks of a step that is running are let go after it."""
+        if decoding.ended_at is None:
+            self._end(decoding)
+
+    def schedule(self, num_tokens: int) -> list[ScheduledChunk]:
+        self._admit()
+        self._in_step = {}
+        for decoding in [d for d in self._running if d.sequence.num_uncomputed_tokens == 1]:
+            if len(self._in_step) < num_tokens and decoding in self._running and self._hold_next_block(decoding):
+                self._in_step[decoding] = 1
+        budget = num_tokens - len(self._in_step)
+        for decoding in [d for d in self._running if d.sequence.num_uncomputed_tokens > 1]:
+            if budget > 0:
+                self._in_step[decoding] = min(budget, decoding.sequence.num_uncomputed_tokens)
+                budget -= self._in_step[decoding]
+        return [ScheduledChunk(_chunk(d.sequence, count)) for d, count in self._in_step.items()]
+
+    def complete(self, sampled: Items[SampledToken | None], output: StepOutput) -> None:
+        ran, self._in_step = self._in_step, {}
+        for (decoding, num_tokens), token in zip(ran.items(), sampled, strict=True):
+            if decoding.ended_at is not None:
+                decoding.sequence.drop_blocks(self._pool)
+            else:
+                self._advance(decoding, num_tokens, token)
+
+    def fail(self, error: Exception) -> None:
+        failed, self._in_step = self._in_step, {}
+        for decoding in failed:
+            if decoding.ended_at is None:
+                self._end(decoding)
+                decoding.outbox.close(error)
+            else:
+                decoding.sequence.drop_blocks(self._pool)
+
+    def _admit(self) -> None:
+        """Moves waiting sequences into the batch, in order; one without KV first takes blocks for all its tokens.
+
+        Where blocks are wanting nobody without KV is overtaken by another, or a long prompt might wait for ever. Those
+        whose KV was handed over do go on: they ask for nothing, and in the end give blocks back.
+        """
+        blocks_are_wanting = False
+        for decoding in list(self._waiting):
+            if len(self._running) == self._max_running:
+                return
+            if not decoding.holds_blocks:
+                blocks_are_wanting = blocks_are_wanting or not self._take_blocks(decoding)
+            if decoding.holds_blocks:
+                self._waiting.remove(decoding)
+                self._running.append(decoding)
+
+    def _take_blocks(self, decoding: DecodeSequence) -> bool:
+        sequence = decoding.sequence
+        sequence.take_prefix(self._pool)
+        # One block more for each running sequence, or the newcomer would be preempted as soon as they grow.
+        if sequence.num_blocks_for(sequence.num_tokens) + len(self._running) > self._pool.num_free:
+            sequence.drop_blocks(self._pool)
+            return False
+        sequence.grow(self._pool, sequence.num_tokens)
+        if decoding.num_preemptions == 0:
+            decoding.num_cached_tokens = sequence.num_cached_tokens
+            decoding.prefill_until = sequence.num_tokens
+        else:
+            decoding.prefill_until = sequence.num_tokens - 1  # the last token's step is one it had to run anyway
+        return True
+
+    def _hold_next_block(self, decoding: DecodeSequence) -> bool:
+        """Makes room for the next token's KV, if need be by preempting newer sequences or, last, this one."""
+        while True:
+            try:
+                decoding.sequence.grow(self._pool, decoding.sequence.num_tokens)
+                return True
+            except NoFreeBlocks:
+                victim = self._newest_holder()
+                self._preempt(victim)
+                if victim is decoding:
+                    return False
+
+    def _newest_holder(self) -> DecodeSequence:
+        for decoding in reversed(self._waiting):
+            if decoding.holds_blocks:
+                return decoding
+        return self._running[-1]
+
+    def _preempt(self, decoding: DecodeSequence) -> None:
+        decoding.sequence.drop_blocks(self._pool)
+        decoding.num_preemptions += 1
+        if decoding in self._running:
+            self._running.remove(decoding)
+            self._waiting.appendleft(decoding)
+
+    def _advance(self, decoding: DecodeSequence, num_tokens: int, token: SampledToken | None) -> None:
+        sequence = decoding.sequence
+        decoding.num_steps += 1
+        decoding.started_at = decoding.started_at or time.monotonic()
+        self._count_prefill(decoding, num_tokens)
+        sequence.num_computed_tokens += num_tokens
+        sequence.publish(self._pool)
+        if token is not None:
+            sequence.append(token.token_id)
+            decoding.outbox.put(token)
+        if sequence.finish_reason is not None:
+            self._end(decoding)
+            decoding.outbox.close()
+
+    def _count_prefill(self, decoding: DecodeSequence, num_tokens: int) -> None:
+        start = decoding.sequence.num_computed_tokens
+        num_prefilled = max(0, min(start + num_tokens, decoding.prefill_until) - start)
+        if decoding.num_preemptions:
+            decoding.num_recomputed_tokens += num_prefilled
+        else:
+            decoding.num_computed_tokens += num_prefilled
+
+    def _end(self, decoding: DecodeSequence) -> None:
+        decoding.ended_at = time.monotonic()
+        if decoding in self._running:
+            self._running.remove(decoding)
+        elif decoding in self._waiting:
+            self._waiting.remove(decoding)
+        if decoding not in self._in_step:
+            decoding.sequence.drop_blocks(self._pool)
+
+
+def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+    if end < sequence.num_tokens:
+        return Chunk(sequence.token_ids[start:end], start, sequence.block_ids)
+    return Chunk(
+        sequence.token_ids[start:end],
+        start,
+        sequence.block_ids,
+        sequence.sampling,
+        sequence.token_ids,
+        sequence.num_prompt_tokens,
+    )

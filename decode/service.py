@@ -1,0 +1,197 @@
+"""The gRPC edge of decode: the token stream towards the router, and the receiving side of the hand-over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from decode import metrics
+from decode.arrivals import Arrivals
+from decode.outbox import Outbox
+from decode.scheduler import DecodeScheduler, DecodeSequence
+from kvtransfer import messages
+from kvtransfer.codec import sampling_from_message, tokens_message
+from kvtransfer.errors import LayoutMismatch
+from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.ticket import PeerDescription, SenderIdentity
+from model.block_pool import BlockPool
+from model.runner import SampledToken
+from model.sequence import Sequence
+from model.tokenizer import Detokenizer, Tokenizer
+from protos import decode_pb2, decode_pb2_grpc, inference_pb2
+from protos.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        description: PeerDescription,
+        tokenizer: Tokenizer,
+        max_running: int,
+        lease_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._layout = description.layout
+        self._description = description
+        self._tokenizer = tokenizer
+        self._wake = wake
+        self.num_calls = 0
+        self.scheduler = DecodeScheduler(pool, max_running=max_running)
+        self._arrivals = Arrivals(unclaimed_s=lease_s, drop=lambda received: pool.release(received.block_ids))
+        self.receiver = Receiver(
+            pool,
+            description.layout,
+            description.epoch,
+            options=ReceiverOptions(lease_s=lease_s),
+            failed=self._arrivals.failed,
+            headroom=lambda: self.scheduler.num_wanted_blocks,
+        )
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        sequence = self._sequence(request)
+        metrics.REQUESTS.inc()
+        self.num_calls += 1
+        try:
+            decoding = DecodeSequence(sequence, Outbox())
+            if not request.prefill_here:
+                await self._take_over(request.attempt_id, decoding)
+            async for message in self._stream(decoding):
+                yield message
+        finally:
+            self.num_calls -= 1
+
+    async def Describe(self, request: decode_pb2.DescribeRequest, context: Context) -> decode_pb2.PeerDescription:
+        difference = self._layout.difference(messages.layout_from_proto(request.layout))
+        if difference is not None:
+            raise LayoutMismatch(f"the two KV layouts differ: {difference}", field="layout")
+        return messages.description_to_proto(self._description)
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.Ticket:
+        reservation = messages.reservation_from_proto(request)
+        return messages.ticket_to_proto(self.receiver.reserve(reservation))
+
+    async def Commit(self, request: decode_pb2.HandoverRecord, context: Context) -> decode_pb2.CommitResponse:
+        record = messages.record_from_proto(request)
+        self._arrivals.committed(record.attempt_id, self.receiver.commit(record))
+        return decode_pb2.CommitResponse()
+
+    async def Release(self, request: decode_pb2.ReleaseRequest, context: Context) -> decode_pb2.ReleaseResponse:
+        self.receiver.release(request.ticket_id, request.sender_epoch, request.reason)
+        return decode_pb2.ReleaseResponse()
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[decode_pb2.Heartbeat], context: Context
+    ) -> AsyncIterator[decode_pb2.HeartbeatResponse]:
+        sender: SenderIdentity | None = None
+        try:
+            async for heartbeat in request_iterator:
+                if sender is None:
+                    sender = messages.heartbeat_sender(heartbeat)
+                    self.receiver.sender_attached(sender.epoch)
+                ended = self.receiver.heartbeat(sender, heartbeat.ticket_ids)
+                yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended)
+        finally:
+            if sender is not None:
+                self.receiver.sender_gone(sender.epoch)
+
+    def close(self) -> None:
+        self._arrivals.close()
+
+    def _sequence(self, request: decode_pb2.DecodeRequest) -> Sequence:
+        if not request.token_ids:
+            raise InvalidArgument("token_ids is empty; there is nothing to continue", field="token_ids")
+        sampling = sampling_from_message(request.sampling)
+        num_tokens = request.num_prompt_tokens + sampling.max_tokens
+        num_blocks = self._layout.num_blocks(num_tokens)
+        if num_blocks > self._pool.num_blocks:
+            raise InvalidArgument(
+                f"prompt and max_tokens are {num_tokens} tokens together, which need {num_blocks} blocks; "
+                f"this worker's cache holds {self._pool.num_blocks}",
+                field="sampling.max_tokens",
+            )
+        return Sequence(
+            request.attempt_id,
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            sampling,
+            self._layout.block_size,
+        )
+
+    async def _take_over(self, attempt_id: str, decoding: DecodeSequence) -> None:
+        """Waits for the hand-over and gives the sequence the KV that arrived."""
+        sequence = decoding.sequence
+        try:
+            received = await self._arrivals.claim(attempt_id)
+        except BaseException:
+            self.receiver.abort(attempt_id, "the router's stream ended")
+            raise
+        if received.num_tokens != sequence.num_tokens:
+            self._pool.release(received.block_ids)
+            raise FailedPrecondition(
+                f"the prefill worker handed over {received.num_tokens} tokens; the router's stream has "
+                f"{sequence.num_tokens}",
+                field="token_ids",
+            )
+        sequence.adopt(list(received.block_ids), received.num_tokens)
+        sequence.append(received.first_token_id)
+        decoding.num_received_tokens = received.num_received_tokens
+        decoding.num_cached_tokens = received.num_cached_tokens
+        decoding.added_at = time.monotonic()
+
+    async def _stream(self, decoding: DecodeSequence) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        sequence = decoding.sequence
+        detokenizer = Detokenizer(self._tokenizer, sequence.token_ids)
+        output_index = sequence.num_output_tokens
+        self.scheduler.add(decoding)
+        self._wake()
+        try:
+            async for tokens, is_last in decoding.outbox.batches():
+                finish_reason = sequence.finish_reason if is_last else None
+                text = self._text(detokenizer, sequence, tokens, is_last)
+                message = tokens_message(output_index, tokens, text, finish_reason)
+                if is_last:
+                    message.decode_stats.CopyFrom(_stats(decoding))
+                    metrics.observe(message.decode_stats)
+                output_index += len(tokens)
+                metrics.OUTPUT_TOKENS.inc(len(tokens))
+                yield message
+        except ServiceError:
+            raise
+        except Exception as error:
+            raise Internal("the step that computed this sequence failed") from error
+        finally:
+            self.scheduler.remove(decoding)
+
+    @staticmethod
+    def _text(detokenizer: Detokenizer, sequence: Sequence, tokens: list[SampledToken], is_last: bool) -> str:
+        """Text of whole characters; the token that stopped the sequence has none."""
+        pieces = [
+            detokenizer.push(token.token_id) for token in tokens if token.token_id not in sequence.sampling.stop_token_ids
+        ]
+        return "".join(pieces) + (detokenizer.flush() if is_last else "")
+
+
+def _stats(decoding: DecodeSequence) -> inference_pb2.DecodeStats:
+    ended_at = decoding.ended_at or time.monotonic()
+    started_at = decoding.started_at or ended_at
+    return inference_pb2.DecodeStats(
+        received_tokens=decoding.num_received_tokens,
+        cached_tokens=decoding.num_cached_tokens,
+        computed_tokens=decoding.num_computed_tokens,
+        recomputed_tokens=decoding.num_recomputed_tokens,
+        num_preemptions=decoding.num_preemptions,
+        wait_s=started_at - decoding.added_at,
+        decode_s=ended_at - started_at,
+        num_steps=decoding.num_steps,
+    )
+
+

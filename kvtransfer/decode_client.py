@@ -1,0 +1,67 @@
+"""The hand-over's calls to a decode worker, in our own values. Failures come out as the errors the worker raised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+import grpc.aio
+
+from kvtransfer import messages
+from kvtransfer.errors import TransferFailed
+from kvtransfer.ticket import HandoverRecord, PeerDescription, Reservation, SenderIdentity, Ticket
+from model.kv_layout import KVLayout
+from protos import decode_pb2, decode_pb2_grpc
+from protos.channel import service_errors
+
+
+class DecodeClient:
+    """Every call has a deadline. Owns the channel: `close` it."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._stub = decode_pb2_grpc.DecodeStub(channel)
+
+    async def describe(self, layout: KVLayout, timeout_s: float) -> PeerDescription:
+        request = decode_pb2.DescribeRequest(
+            layout_fingerprint=layout.fingerprint, layout=messages.layout_to_proto(layout)
+        )
+        with service_errors():
+            return messages.description_from_proto(await self._stub.Describe(request, timeout=timeout_s))
+
+    async def reserve(self, reservation: Reservation, timeout_s: float) -> Ticket:
+        request = messages.reservation_to_proto(reservation)
+        with service_errors():
+            return messages.ticket_from_proto(await self._stub.Reserve(request, timeout=timeout_s))
+
+    async def commit(self, record: HandoverRecord, timeout_s: float) -> None:
+        with service_errors():
+            await self._stub.Commit(messages.record_to_proto(record), timeout=timeout_s)
+
+    async def release(self, ticket_id: str, sender: SenderIdentity, reason: str, timeout_s: float) -> None:
+        request = decode_pb2.ReleaseRequest(ticket_id=ticket_id, sender_epoch=sender.epoch, reason=reason)
+        with service_errors():
+            await self._stub.Release(request, timeout=timeout_s)
+
+    async def attach(
+        self, sender: SenderIdentity, heartbeats: AsyncIterator[Sequence[str]], silence_s: float
+    ) -> AsyncGenerator[Sequence[str], None]:
+        """Sends the ids of the tickets being written, yields those that have ended. It ends only by an error.
+
+        Raises TransferFailed if the worker ends the stream or does not answer for `silence_s`.
+        """
+        call = self._stub.Attach(messages.heartbeat_to_proto(sender, ticket_ids) async for ticket_ids in heartbeats)
+        try:
+            while True:
+                with service_errors():
+                    response = await asyncio.wait_for(call.read(), silence_s)
+                if not isinstance(response, decode_pb2.HeartbeatResponse):  # it is grpc.aio.EOF
+                    raise TransferFailed("the decode worker ended the Attach stream")
+                yield response.ended_ticket_ids
+        except TimeoutError:
+            raise TransferFailed(f"the decode worker did not answer a heartbeat for {silence_s} s") from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()

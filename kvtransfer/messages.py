@@ -1,0 +1,145 @@
+"""The hand-over on the wire: `protos.decode_pb2` messages to our values and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtransfer.ticket import HandoverRecord, PeerDescription, Reservation, SenderIdentity, Ticket
+from model.kv_layout import KVLayout
+from protos import decode_pb2 as pb
+from protos.errors import InvalidArgument
+
+
+def layout_to_proto(layout: KVLayout) -> pb.KVLayout:
+    return pb.KVLayout(
+        model_digest=layout.model_digest,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        drafter=layout.drafter,
+    )
+
+
+def layout_from_proto(message: pb.KVLayout) -> KVLayout:
+    """Raises InvalidArgument if no cache can have this layout."""
+    try:
+        return KVLayout(
+            model_digest=message.model_digest,
+            dtype=message.dtype,
+            num_layers=message.num_layers,
+            num_kv_heads=message.num_kv_heads,
+            head_dim=message.head_dim,
+            block_size=message.block_size,
+            drafter=message.drafter,
+        )
+    except ValueError as error:
+        raise InvalidArgument(f"layout: {error}", field="layout") from None
+
+
+def description_to_proto(description: PeerDescription) -> pb.PeerDescription:
+    return pb.PeerDescription(
+        epoch=description.epoch,
+        agent_name=description.agent_name,
+        agent_metadata=description.agent_metadata,
+        layout=layout_to_proto(description.layout),
+        num_blocks=description.num_blocks,
+        base_address=description.base_address,
+        device_id=description.device_id,
+    )
+
+
+def description_from_proto(message: pb.PeerDescription) -> PeerDescription:
+    return PeerDescription(
+        epoch=message.epoch,
+        agent_name=message.agent_name,
+        agent_metadata=message.agent_metadata,
+        layout=layout_from_proto(message.layout),
+        num_blocks=message.num_blocks,
+        base_address=message.base_address,
+        device_id=message.device_id,
+    )
+
+
+def reservation_to_proto(reservation: Reservation) -> pb.ReserveRequest:
+    return pb.ReserveRequest(
+        attempt_id=reservation.attempt_id,
+        request_id=reservation.request_id,
+        sender_epoch=reservation.sender.epoch,
+        sender_worker_id=reservation.sender.worker_id,
+        layout_fingerprint=reservation.layout_fingerprint,
+        num_tokens=reservation.num_tokens,
+        block_hashes=reservation.block_hashes,
+    )
+
+
+def reservation_from_proto(message: pb.ReserveRequest) -> Reservation:
+    return Reservation(
+        attempt_id=message.attempt_id,
+        request_id=message.request_id,
+        sender=SenderIdentity(message.sender_worker_id, message.sender_epoch),
+        layout_fingerprint=message.layout_fingerprint,
+        num_tokens=message.num_tokens,
+        block_hashes=tuple(message.block_hashes),
+    )
+
+
+def ticket_to_proto(ticket: Ticket) -> pb.Ticket:
+    return pb.Ticket(
+        ticket_id=ticket.ticket_id,
+        epoch=ticket.epoch,
+        num_cached_tokens=ticket.num_cached_tokens,
+        block_ids=ticket.block_ids,
+        generations=ticket.generations,
+        lease_s=ticket.lease_s,
+    )
+
+
+def ticket_from_proto(message: pb.Ticket) -> Ticket:
+    return Ticket(
+        ticket_id=message.ticket_id,
+        epoch=message.epoch,
+        num_cached_tokens=message.num_cached_tokens,
+        block_ids=tuple(message.block_ids),
+        generations=tuple(message.generations),
+        lease_s=message.lease_s,
+    )
+
+
+def record_to_proto(record: HandoverRecord) -> pb.HandoverRecord:
+    return pb.HandoverRecord(
+        ticket_id=record.ticket_id,
+        attempt_id=record.attempt_id,
+        epoch=record.epoch,
+        sender_epoch=record.sender_epoch,
+        layout_fingerprint=record.layout_fingerprint,
+        generations=record.generations,
+        num_tokens=record.num_tokens,
+        first_token_id=record.first_token_id,
+        sent_tokens=record.sent_tokens,
+        sent_bytes=record.sent_bytes,
+    )
+
+
+def record_from_proto(message: pb.HandoverRecord) -> HandoverRecord:
+    return HandoverRecord(
+        ticket_id=message.ticket_id,
+        attempt_id=message.attempt_id,
+        epoch=message.epoch,
+        sender_epoch=message.sender_epoch,
+        layout_fingerprint=message.layout_fingerprint,
+        generations=tuple(message.generations),
+        num_tokens=message.num_tokens,
+        first_token_id=message.first_token_id,
+        sent_tokens=message.sent_tokens,
+        sent_bytes=message.sent_bytes,
+    )
+
+
+def heartbeat_to_proto(sender: SenderIdentity, ticket_ids: Iterable[str]) -> pb.Heartbeat:
+    return pb.Heartbeat(sender_epoch=sender.epoch, sender_worker_id=sender.worker_id, ticket_ids=ticket_ids)
+
+
+def heartbeat_sender(message: pb.Heartbeat) -> SenderIdentity:
+    return SenderIdentity(message.sender_worker_id, message.sender_epoch)

@@ -1,0 +1,195 @@
+"""The transport: NIXL with its UCX backend, which writes over NVLink, RDMA, shared memory or TCP.
+
+The only module that imports nixl. It uses the bindings directly: their Python wrapper fixes the progress thread to poll
+without pause, which costs an idle worker a whole core, and it configures the process's logging.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.agent import PeerUnreachable, Region, WriteState
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL_US = 1000
+_ENVIRONMENT = {
+    "UCX_LOG_LEVEL": "fatal",  # a peer's death is reported through us, not on stdout
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_HANDLE_ERRORS": "none",  # signal handlers are the process's own affair
+    "UCX_DEBUG_SIGNO": "0",
+    "NIXL_LOG_LEVEL": "FATAL",
+}
+_Rows = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Nixl:
+    """The bindings, and the errors they raise: these have no base of their own."""
+
+    bindings: Any  # nixl ships no types
+    errors: tuple[type[Exception], ...]
+
+
+class NixlAgent:
+    """Registers one cache for its whole life. NIXL serializes the calls, so that any thread may make them.
+
+    `device_id` is the CUDA device of the cache, -1 for host memory.
+    """
+
+    def __init__(self, name: str, cache_address: int, num_bytes: int, device_id: int = -1) -> None:
+        self._name = name
+        self._device_id = device_id
+        self._nixl = self.load()
+        bindings = self._nixl.bindings
+        self._agent = bindings.nixlAgent(name, self._config())
+        self._backends = [self._agent.createBackend("UCX", {})]
+        self._cache = bindings.nixlRegDList(
+            self._segment(device_id), [(cache_address, num_bytes, max(device_id, 0), "")]
+        )
+        self._agent.registerMem(self._cache, self._backends)
+        self._metadata = bytes(self._agent.getLocalMD())
+        self._peers: dict[str, _Peer] = {}
+
+    @staticmethod
+    def load() -> Nixl:
+        """Imports nixl, late: its libraries read the environment when they are loaded. What the operator set stays."""
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        raise_exceptions = logging.raiseExceptions
+        from nixl import _bindings
+
+        logging.raiseExceptions = raise_exceptions  # nixl's own logging set-up changes it for everybody
+        members = [value for name, value in vars(_bindings).items() if name.endswith("Error")]
+        return Nixl(_bindings, tuple(value for value in members if isinstance(value, type)))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, peer_name: str, metadata: bytes, device_id: int) -> None:
+        try:
+            loaded_name = self._agent.loadRemoteMD(metadata).decode()
+            if loaded_name != peer_name:
+                self._agent.invalidateRemoteMD(loaded_name)
+                raise PeerUnreachable(f"the metadata is that of agent {loaded_name!r}, not of {peer_name!r}")
+            self._agent.makeConnection(peer_name, self._backends)
+        except self._nixl.errors as error:
+            raise PeerUnreachable(f"agent {peer_name!r} cannot be reached: {error}") from error
+        self._peers[peer_name] = _Peer(device_id)
+
+    def disconnect(self, peer_name: str) -> None:
+        peer = self._peers.pop(peer_name, None)
+        if peer is None:
+            return
+        for write in list(peer.moving):
+            write.give_up()
+        try:
+            self._agent.invalidateRemoteMD(peer_name)
+        except self._nixl.errors as error:
+            logger.warning("agent %s could not be forgotten: %s", peer_name, error)
+
+    def write(self, peer_name: str, regions: Sequence[Region]) -> NixlWrite:
+        peer = self._peers.get(peer_name)
+        if peer is None:
+            raise PeerUnreachable(f"agent {peer_name!r} is not connected")
+        rows = np.array([(r.local_address, r.remote_address, r.num_bytes) for r in regions], np.uint64)  # [R, 3]
+        try:
+            handle = self._agent.createXferReq(
+                self._nixl.bindings.NIXL_WRITE,
+                self._descriptors(rows[:, 0], rows[:, 2], self._device_id),
+                self._descriptors(rows[:, 1], rows[:, 2], peer.device_id),
+                peer_name,
+                "",
+                self._backends,
+            )
+        except self._nixl.errors as error:
+            raise PeerUnreachable(f"a write to agent {peer_name!r} could not be prepared: {error}") from error
+        write = NixlWrite(self._agent, self._nixl, handle, int(rows[:, 2].sum()), peer.moving)
+        write.post()
+        return write
+
+    def close(self) -> None:
+        for peer_name in list(self._peers):
+            self.disconnect(peer_name)
+        self._agent.deregisterMem(self._cache, self._backends)
+        self._agent = None  # ends the progress thread
+
+    def _config(self) -> object:
+        config = self._nixl.bindings.nixlAgentConfig()
+        config.useProgThread = True  # answers peers that connect, and moves what the hardware cannot move alone
+        config.pthrDelay = _PROGRESS_INTERVAL_US
+        config.syncMode = self._nixl.bindings.NIXL_THREAD_SYNC_STRICT
+        return config
+
+    def _segment(self, device_id: int) -> object:
+        return self._nixl.bindings.VRAM_SEG if device_id >= 0 else self._nixl.bindings.DRAM_SEG
+
+    def _descriptors(self, addresses: _Rows, num_bytes: _Rows, device_id: int) -> object:
+        rows = np.empty((len(addresses), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, num_bytes, max(device_id, 0)
+        return self._nixl.bindings.nixlXferDList(self._segment(device_id), rows)
+
+
+class _Peer:
+    def __init__(self, device_id: int) -> None:
+        self.device_id = device_id
+        self.moving: set[NixlWrite] = set()
+
+
+class NixlWrite:
+    """A transfer request of NIXL. Its handle is given back as soon as it has ended."""
+
+    def __init__(self, agent: Any, nixl: Nixl, handle: int, num_bytes: int, moving: set[NixlWrite]) -> None:
+        self._agent = agent
+        self._nixl = nixl
+        self._handle = handle
+        self._num_bytes = num_bytes
+        self._moving = moving
+        self._state = WriteState.MOVING
+        moving.add(self)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def post(self) -> None:
+        self._observe(self._agent.postXferReq)
+
+    def poll(self) -> WriteState:
+        if self._state is WriteState.MOVING:
+            self._observe(self._agent.getXferStatus)
+        return self._state
+
+    def give_up(self) -> None:
+        if self._state is WriteState.MOVING:
+            self._end(WriteState.FAILED)
+
+    def _observe(self, ask: Callable[[int], object]) -> None:
+        try:
+            status = ask(self._handle)
+        except self._nixl.errors as error:
+            logger.info("a write of %d bytes failed: %s", self._num_bytes, error)
+            self._end(WriteState.FAILED)
+            return
+        if status != self._nixl.bindings.NIXL_IN_PROG:
+            self._end(WriteState.DONE if status == self._nixl.bindings.NIXL_SUCCESS else WriteState.FAILED)
+
+    def _end(self, state: WriteState) -> None:
+        self._state = state
+        self._moving.discard(self)
+        try:
+            self._agent.releaseXferReq(self._handle)
+        except self._nixl.errors as error:  # NIXL keeps a handle that it cannot cancel; forgetting the peer ends it
+            logger.warning("a write of %d bytes could not be cancelled: %s", self._num_bytes, error)
+        del self._agent, self._handle

@@ -1,0 +1,223 @@
+"""One process start of a decode worker, as a sender sees it: its calls, its Attach stream, and whether it is lost.
+
+Any doubt about the peer or the transport loses the whole peer: every ticket on it fails, the stream ends (which tells
+the other side), the agent disconnects. The next reservation connects anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvtransfer import metrics
+from kvtransfer.agent import PeerUnreachable, TransferAgent
+from kvtransfer.decode_client import DecodeClient
+from kvtransfer.errors import LayoutMismatch, StalePeer, TicketEnded, TransferFailed
+from kvtransfer.geometry import CacheSpan
+from kvtransfer.ticket import HandoverRecord, HandoverTarget, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.transfer_thread import TransferThread
+from model.kv_layout import KVLayout
+from protos.errors import ServiceError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """`heartbeat_s` is shortened to a third of the shortest lease granted; a peer silent for `silence_s` is lost."""
+
+    heartbeat_s: float = 1.0
+    silence_s: float = 10.0
+    call_timeout_s: float = 5.0
+    release_backoff_s: float = 0.05
+    max_release_backoff_s: float = 2.0
+
+
+class Peer:
+    """Event loop only. Made by `connect_peer`; `close` must be called, also on one that is lost."""
+
+    def __init__(
+        self,
+        client: DecodeClient,
+        description: PeerDescription,
+        *,
+        identity: SenderIdentity,
+        thread: TransferThread,
+        agent: TransferAgent,
+        options: PeerOptions,
+        lost: Callable[[Peer], None],
+    ) -> None:
+        self._client = client
+        self._description = description
+        self._identity = identity
+        self._thread = thread
+        self._agent = agent
+        self._options = options
+        self._heartbeat_s = options.heartbeat_s
+        self._span = CacheSpan(description.layout, description.base_address, description.num_blocks)
+        self._failures: dict[str, Callable[[Exception], None]] = {}  # by ticket id: what is being written
+        self._releases: dict[str, asyncio.Task[None]] = {}  # by ticket id: given back, not yet acknowledged
+        self._lost: Exception | None = None
+        self._tell_lost: Callable[[Peer], None] | None = lost
+        self._disconnected: asyncio.Future[None] | None = None
+        self._attached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._attachment = asyncio.create_task(self._keep_attached())
+        metrics.PEERS.inc()
+
+    @property
+    def epoch(self) -> str:
+        return self._description.epoch
+
+    @property
+    def agent_name(self) -> str:
+        return self._description.agent_name
+
+    @property
+    def span(self) -> CacheSpan:
+        return self._span
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    async def attached(self) -> None:
+        """Returns once the peer has answered the first heartbeat: from then on it would learn of our end."""
+        await asyncio.shield(self._attached)
+
+    async def reserve(self, reservation: Reservation, timeout_s: float) -> Ticket:
+        """Raises DecodePoolFull, or another ServiceError. A ticket that came too late is given back."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        ticket = await self._client.reserve(reservation, timeout_s)
+        if loop.time() - asked_at > ticket.lease_s / 2:
+            self.release(ticket.ticket_id, "the ticket came too late")
+            raise TransferFailed(f"the ticket took {loop.time() - asked_at:.1f} s of a lease of {ticket.lease_s} s")
+        return ticket
+
+    async def commit(self, record: HandoverRecord) -> None:
+        await self._client.commit(record, self._options.call_timeout_s)
+
+    def add(self, ticket: Ticket, failed: Callable[[Exception], None]) -> None:
+        """Names this ticket in every heartbeat from now on; `failed` is called if it ends or the peer is lost."""
+        self._heartbeat_s = min(self._heartbeat_s, ticket.lease_s / 3)
+        self._failures[ticket.ticket_id] = failed
+        if self._lost is not None:
+            failed(self._lost)
+
+    def remove(self, ticket_id: str) -> None:
+        self._failures.pop(ticket_id, None)
+
+    def release(self, ticket_id: str, reason: str) -> None:
+        """Tells the peer, until it acknowledges or is lost, that nothing more will be written under this ticket."""
+        self._failures.pop(ticket_id, None)
+        if self._lost is None:
+            task = asyncio.create_task(self._release(ticket_id, reason))
+            self._releases[ticket_id] = task
+            task.add_done_callback(lambda _: self._releases.pop(ticket_id, None))
+
+    def lose(self, error: Exception) -> None:
+        """Gives the peer up. Its writes end FAILED as the agent disconnects."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        metrics.PEERS.dec()
+        logger.info("decode worker %s is lost: %s", self.agent_name, error)
+        self._attachment.cancel()
+        if not self._attached.done():
+            self._attached.set_exception(error)
+            self._attached.exception()  # seen, should nobody be waiting
+        for task in self._releases.values():
+            task.cancel()
+        for failed in list(self._failures.values()):
+            failed(error)
+        self._disconnected = self._thread.run(lambda: self._agent.disconnect(self.agent_name))
+        if self._tell_lost is not None:
+            self._tell_lost(self)
+
+    async def close(self) -> None:
+        """Waits for releases that are under way, for one call's time, then ends the stream and closes the channel."""
+        self._tell_lost = None
+        if self._releases:
+            await asyncio.wait(list(self._releases.values()), timeout=self._options.call_timeout_s)
+        self.lose(TransferFailed("the prefill worker has closed"))
+        await asyncio.gather(self._attachment, *self._releases.values(), return_exceptions=True)
+        if self._disconnected is not None:
+            await self._disconnected
+        await self._client.close()
+
+    async def _keep_attached(self) -> None:
+        """Renews leases for as long as the peer answers."""
+        answers = self._client.attach(self._identity, self._heartbeats(), self._options.silence_s)
+        try:
+            async with aclosing(answers):
+                async for ended_ticket_ids in answers:
+                    if not self._attached.done():
+                        self._attached.set_result(None)
+                    self._tickets_ended(ended_ticket_ids)
+        except ServiceError as error:
+            self.lose(TransferFailed(f"the Attach stream to {self.agent_name} broke: {error}"))
+
+    async def _heartbeats(self) -> AsyncIterator[Sequence[str]]:
+        while True:
+            yield [*self._failures, *self._releases]
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _tickets_ended(self, ticket_ids: Sequence[str]) -> None:
+        for ticket_id in ticket_ids:
+            failed = self._failures.get(ticket_id)
+            if failed is not None:
+                failed(TicketEnded("the decode worker has ended this ticket"))
+
+    async def _release(self, ticket_id: str, reason: str) -> None:
+        backoff_s = self._options.release_backoff_s
+        while True:
+            try:
+                await self._client.release(ticket_id, self._identity, reason, self._options.call_timeout_s)
+                return
+            except ServiceError as error:
+                logger.info("releasing ticket %s at %s failed: %s", ticket_id, self.agent_name, error)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, self._options.max_release_backoff_s)
+
+
+async def connect_peer(
+    client: DecodeClient,
+    target: HandoverTarget,
+    *,
+    identity: SenderIdentity,
+    layout: KVLayout,
+    thread: TransferThread,
+    agent: TransferAgent,
+    options: PeerOptions,
+    replaces: Peer | None,
+    lost: Callable[[Peer], None],
+) -> Peer:
+    """Describe, compare, connect, attach. The client belongs to the peer that is returned; the one replaced is lost.
+
+    Raises:
+        LayoutMismatch: the caches cannot exchange blocks. StalePeer: another process start answered.
+        TransferFailed: the transport cannot reach it.
+    """
+    description = await client.describe(layout, options.call_timeout_s)
+    if (difference := layout.difference(description.layout)) is not None:
+        raise LayoutMismatch(f"decode worker {target.worker_id!r} has another KV layout: {difference}")
+    if description.epoch != target.epoch:
+        raise StalePeer(f"decode worker {target.worker_id!r} has restarted: {description.epoch}, not {target.epoch}")
+    if replaces is not None:
+        replaces.lose(StalePeer(f"decode worker {target.worker_id!r} has restarted"))
+    try:
+        await thread.run(
+            lambda: agent.connect(description.agent_name, description.agent_metadata, description.device_id)
+        )
+    except PeerUnreachable as error:
+        raise TransferFailed(f"decode worker {target.worker_id!r} cannot be written to: {error}") from error
+    peer = Peer(client, description, identity=identity, thread=thread, agent=agent, options=options, lost=lost)
+    try:
+        await asyncio.wait_for(peer.attached(), options.call_timeout_s)
+    except BaseException:
+        await peer.close()
+        raise
+    return peer

@@ -1,0 +1,188 @@
+"""The prefill side of a hand-over: asks decode workers for room and gives out what to write and commit with.
+
+Event loop only. It owns the transfer thread, one `Peer` for each decode worker, and every task that ends a hand-over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from kvtransfer.agent import TransferAgent
+from kvtransfer.decode_client import DecodeClient
+from kvtransfer.errors import TransferFailed
+from kvtransfer.geometry import CacheSpan
+from kvtransfer.outgoing import Outgoing
+from kvtransfer.peer import Peer, PeerOptions, connect_peer
+from kvtransfer.ticket import HandoverTarget, Reservation, SenderIdentity, Ticket
+from kvtransfer.transfer_thread import TransferOptions, TransferThread
+from model.block_pool import BlockPool
+from model.kv_layout import KVLayout
+
+__all__ = ["Outgoing", "Sender"]
+
+_Result = TypeVar("_Result")
+
+
+class Sender:
+    """Made on a running event loop. `connect` opens a channel to an address; the sender closes it."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        pool: BlockPool,
+        layout: KVLayout,
+        cache_address: int,
+        num_blocks: int,
+        worker_id: str,
+        epoch: str,
+        connect: Callable[[str], grpc.aio.Channel],
+        *,
+        peer_options: PeerOptions | None = None,
+        transfer_options: TransferOptions | None = None,
+    ) -> None:
+        self._agent = agent
+        self._pool = pool
+        self._span = CacheSpan(layout, cache_address, num_blocks)
+        self._identity = SenderIdentity(worker_id, epoch)
+        self._connect = connect
+        self._peer_options = peer_options or PeerOptions()
+        self._thread = TransferThread(agent, options=transfer_options)
+        self._peers: dict[str, Peer] = {}  # by worker id
+        self._connecting: dict[tuple[str, str], asyncio.Task[Peer]] = {}  # by worker id and epoch
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._outgoings: set[Outgoing] = set()
+        self._closed = False
+
+    async def reserve(
+        self,
+        target: HandoverTarget,
+        *,
+        attempt_id: str,
+        request_id: str,
+        num_tokens: int,
+        block_hashes: Sequence[bytes],
+        timeout_s: float,
+    ) -> Outgoing:
+        """Gets a ticket for a sequence; connects to the decode worker first if need be.
+
+        Cancelling it leaves nothing behind: a ticket that is granted nevertheless is given back.
+
+        Raises:
+            DecodePoolFull: ask again later. LayoutMismatch, StalePeer, TransferFailed and other ServiceErrors: give up.
+        """
+        task = self._owned(
+            self._reserve(target, attempt_id, request_id, num_tokens, tuple(block_hashes), timeout_s),
+        )
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._give_back)
+            raise
+
+    async def close(self) -> None:
+        """Aborts what is open, waits until nothing moves, says good-bye to the peers, ends the thread."""
+        self._closed = True
+        outgoings = [outgoing.abort("the prefill worker is closing") for outgoing in list(self._outgoings)]
+        await asyncio.gather(*outgoings, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()))
+        self._peers.clear()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._thread.close()
+
+    async def _reserve(
+        self,
+        target: HandoverTarget,
+        attempt_id: str,
+        request_id: str,
+        num_tokens: int,
+        block_hashes: tuple[bytes, ...],
+        timeout_s: float,
+    ) -> Outgoing:
+        if self._closed:
+            raise TransferFailed("the prefill worker is closing")
+        peer = await self._peer(target)
+        reservation = Reservation(
+            attempt_id, request_id, self._identity, self._span.layout.fingerprint, num_tokens, block_hashes
+        )
+        ticket = await peer.reserve(reservation, timeout_s)
+        self._check_ticket(peer, reservation, ticket)
+        outgoing = Outgoing(
+            reservation,
+            ticket,
+            peer=peer,
+            pool=self._pool,
+            local=self._span,
+            thread=self._thread,
+            own=self._own,
+            ended=self._outgoings.discard,
+        )
+        self._outgoings.add(outgoing)
+        return outgoing
+
+    def _check_ticket(self, peer: Peer, reservation: Reservation, ticket: Ticket) -> None:
+        """A ticket that does not fit what was asked for would have us write where we may not."""
+        layout = self._span.layout
+        num_cached_blocks, rest = divmod(ticket.num_cached_tokens, layout.block_size)
+        num_wanted = layout.num_blocks(reservation.num_tokens) - num_cached_blocks
+        fits = (
+            ticket.epoch == peer.epoch
+            and rest == 0
+            and num_wanted == len(ticket.block_ids) == len(set(ticket.block_ids)) == len(ticket.generations)
+            and all(0 <= block_id < peer.span.num_blocks for block_id in ticket.block_ids)
+        )
+        if not fits:
+            peer.release(ticket.ticket_id, "the ticket does not fit the reservation")
+            raise TransferFailed(f"decode worker {peer.agent_name} granted a ticket that does not fit the reservation")
+
+    async def _peer(self, target: HandoverTarget) -> Peer:
+        peer = self._peers.get(target.worker_id)
+        if peer is not None and not peer.is_lost and peer.epoch == target.epoch:
+            return peer
+        key = (target.worker_id, target.epoch)
+        connecting = self._connecting.get(key)
+        if connecting is None:
+            connecting = self._connecting[key] = self._owned(self._connect_to(target))
+            connecting.add_done_callback(lambda _: self._connecting.pop(key))
+        return await asyncio.shield(connecting)
+
+    async def _connect_to(self, target: HandoverTarget) -> Peer:
+        client = DecodeClient(self._connect(target.address))
+        try:
+            peer = await connect_peer(
+                client,
+                target,
+                identity=self._identity,
+                layout=self._span.layout,
+                thread=self._thread,
+                agent=self._agent,
+                options=self._peer_options,
+                replaces=self._peers.get(target.worker_id),
+                lost=self._peer_lost,
+            )
+        except BaseException:
+            await client.close()
+            raise
+        self._peers[target.worker_id] = peer
+        return peer
+
+    def _peer_lost(self, peer: Peer) -> None:
+        self._peers = {worker_id: other for worker_id, other in self._peers.items() if other is not peer}
+        self._owned(peer.close())
+
+    def _give_back(self, task: asyncio.Task[Outgoing]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._owned(task.result().abort("the reservation was cancelled"))
+
+    def _owned(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        task = asyncio.create_task(work)
+        self._own(task)
+        return task
+
+    def _own(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

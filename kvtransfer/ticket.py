@@ -1,0 +1,101 @@
+"""The values of a hand-over: what the two workers say to each other. No transport, no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class SenderIdentity:
+    """A prefill worker and its process start: the same worker restarted is another sender."""
+
+    worker_id: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverTarget:
+    """The decode worker, and its process start, that the router placed a sequence on."""
+
+    worker_id: str
+    address: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDescription:
+    """What a sender must know of a decode worker before it writes into it."""
+
+    epoch: str
+    agent_name: str
+    agent_metadata: bytes
+    layout: KVLayout
+    num_blocks: int
+    base_address: int
+    device_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a sender asks for: room for the KV of `num_tokens` tokens whose full blocks have these hashes."""
+
+    attempt_id: str
+    request_id: str
+    sender: SenderIdentity
+    layout_fingerprint: str
+    num_tokens: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to write into `block_ids` (tokens `num_cached_tokens` onwards, in order) until the lease ends."""
+
+    ticket_id: str
+    epoch: str
+    num_cached_tokens: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverRecord:
+    """The sequence itself: everything decode needs beside the KV. Sent once all of it has been written."""
+
+    ticket_id: str
+    attempt_id: str
+    epoch: str
+    sender_epoch: str
+    layout_fingerprint: str
+    generations: tuple[int, ...]
+    num_tokens: int
+    first_token_id: int
+    sent_tokens: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedSequence:
+    """A committed hand-over. Whoever takes it owns one reference to each block.
+
+    `num_cached_tokens` of the `num_tokens` were held here already; `num_received_tokens` were written by the sender.
+    """
+
+    attempt_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    num_cached_tokens: int
+    num_received_tokens: int
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendStats:
+    """What one hand-over cost. `exposed_s` is from the end of prefill to the record accepted: what nothing hid."""
+
+    sent_tokens: int
+    sent_bytes: int
+    exposed_s: float

@@ -1,0 +1,200 @@
+"""The one thread that talks to a transfer agent: it posts writes in order, polls them, and tells the event loop.
+
+Posting may copy for milliseconds, so it happens neither on the event loop nor on the compute thread. It knows streams
+of writes, not tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from kvtransfer import metrics
+from kvtransfer.agent import PeerUnreachable, Region, TransferAgent, Write, WriteState
+from kvtransfer.errors import TransferFailed
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """`stall_s`: a write that moves for longer has failed; a stopped peer would keep it moving for ever."""
+
+    stall_s: float = 10.0
+    poll_s: float = 0.0002
+    max_queued_writes: int = 4096
+
+
+@dataclass(slots=True, eq=False)
+class WriteStream:
+    """The writes of one hand-over. `failed` is called on the event loop, once, when one of them fails.
+
+    Setting `stopped` keeps what is queued from being posted; what was posted runs on to its end.
+    """
+
+    peer_name: str
+    failed: Callable[[Exception], None]
+    stopped: bool = False
+    sent_bytes: int = 0
+    # the transfer thread's own:
+    has_failed: bool = False
+    num_moving: int = 0
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Posted:
+    write: Write
+    stream: WriteStream
+    deadline: float
+
+
+class TransferThread:
+    """Started by the constructor, on a running event loop; `close` ends it. Every call of the agent is made on it."""
+
+    def __init__(self, agent: TransferAgent, *, options: TransferOptions | None = None) -> None:
+        self._agent = agent
+        self._options = options or TransferOptions()
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._room = threading.BoundedSemaphore(self._options.max_queued_writes)
+        self._moving: list[_Posted] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+        self._thread.start()
+
+    def post(self, stream: WriteStream, regions: Callable[[], Sequence[Region]]) -> None:
+        """Queues a write, whose `regions` are evaluated on the transfer thread. Any thread may call it.
+
+        Waits while the queue is full. Raises TransferFailed if it stays so."""
+        if not self._room.acquire(timeout=self._options.stall_s):
+            raise TransferFailed(f"{self._options.max_queued_writes} writes are queued and none has been posted")
+        self._jobs.put(partial(self._post, stream, regions))
+
+    def drain(self, stream: WriteStream) -> asyncio.Future[None]:
+        """Done when every write of the stream that was queued before has ended, well or not."""
+        drained: asyncio.Future[None] = self._loop.create_future()
+        self._jobs.put(partial(self._drain, stream, drained))
+        return drained
+
+    def run(self, call: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Makes a call of the agent, after everything queued before."""
+        result: asyncio.Future[_Result] = self._loop.create_future()
+        self._jobs.put(partial(self._call, call, result))
+        return result
+
+    async def close(self) -> None:
+        """Ends the thread once it has done what is queued. Writes that still move are left to the agent's own end."""
+        self._jobs.put(self._close)
+        await self._loop.run_in_executor(None, self._thread.join)
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                job = self._jobs.get(timeout=self._options.poll_s if self._moving else None)
+            except queue.Empty:
+                pass
+            else:
+                job()
+            self._poll()
+
+    def _close(self) -> None:
+        self._closing = True
+
+    def _post(self, stream: WriteStream, make_regions: Callable[[], Sequence[Region]]) -> None:
+        self._room.release()
+        if stream.stopped:
+            return
+        started = time.perf_counter()
+        try:
+            regions = make_regions()
+            write = self._agent.write(stream.peer_name, regions)
+        except PeerUnreachable as error:
+            self._fail(stream, TransferFailed(f"{stream.peer_name} cannot be written to: {error}"))
+            return
+        except Exception as error:  # a wrong write ends its own stream, not the thread that all others need
+            logger.exception("a write to %s could not be posted", stream.peer_name)
+            self._fail(stream, error)
+            return
+        metrics.WRITE_SECONDS.inc(time.perf_counter() - started)
+        metrics.WRITES.inc()
+        metrics.DESCRIPTORS.inc(len(regions))
+        stream.num_moving += 1
+        self._moving.append(_Posted(write, stream, time.monotonic() + self._options.stall_s))
+
+    def _poll(self) -> None:
+        if self._moving:
+            now = time.monotonic()
+            self._moving = [posted for posted in self._moving if not self._has_ended(posted, now)]
+
+    def _has_ended(self, posted: _Posted, now: float) -> bool:
+        stream, state = posted.stream, _poll_safely(posted.write)
+        if state is WriteState.MOVING:
+            if now > posted.deadline:  # it still counts as moving: only the peer's disconnection ends it
+                self._fail(
+                    stream, TransferFailed(f"a write to {stream.peer_name} stalled for {self._options.stall_s} s")
+                )
+            return False
+        if state is WriteState.DONE:
+            stream.sent_bytes += posted.write.num_bytes
+            metrics.SENT_BYTES.inc(posted.write.num_bytes)
+        else:
+            self._fail(
+                stream, TransferFailed(f"a write of {posted.write.num_bytes} bytes to {stream.peer_name} failed")
+            )
+        stream.num_moving -= 1
+        if stream.num_moving == 0:
+            self._resolve(stream)
+        return True
+
+    def _drain(self, stream: WriteStream, drained: asyncio.Future[None]) -> None:
+        stream.waiting.append(drained)
+        if stream.num_moving == 0:
+            self._resolve(stream)
+
+    def _resolve(self, stream: WriteStream) -> None:
+        for drained in stream.waiting:
+            self._loop.call_soon_threadsafe(_set_result, drained, None)
+        stream.waiting.clear()
+
+    def _call(self, call: Callable[[], _Result], result: asyncio.Future[_Result]) -> None:
+        try:
+            value = call()
+        except Exception as error:  # belongs to whoever awaits the result
+            self._loop.call_soon_threadsafe(_set_exception, result, error)
+        else:
+            self._loop.call_soon_threadsafe(_set_result, result, value)
+
+    def _fail(self, stream: WriteStream, error: Exception) -> None:
+        stream.stopped = True
+        if not stream.has_failed:
+            stream.has_failed = True
+            metrics.FAILED_WRITES.inc()
+            self._loop.call_soon_threadsafe(stream.failed, error)
+
+
+def _poll_safely(write: Write) -> WriteState:
+    try:
+        return write.poll()
+    except Exception:  # an agent's own failure ends this write, not the thread that all others need
+        logger.exception("a write of %d bytes could not be polled", write.num_bytes)
+        return WriteState.FAILED
+
+
+def _set_result(future: asyncio.Future[_Result], value: _Result) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _set_exception(future: asyncio.Future[_Result], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,1 @@
+"""The one model both pools run: transformer, MoE, paged KV cache, block pool, sampling, runner, engine loop."""

@@ -1,0 +1,68 @@
+"""How tokens are chosen, as one frozen value with every field set. No torch: the router validates with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 64
+
+
+class InvalidSampling(ValueError):
+    """A field is outside its limits. `field` names it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Lengths count output tokens. Order: penalties, temperature, top-k, top-p, min-p, draw."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # with the model's own end tokens, unless ignore_eos was asked for
+    num_logprobs: int | None = None  # alternatives beside the token's own; None: no logprobs at all
+
+    def __post_init__(self) -> None:
+        _check(self, "max_tokens", self.max_tokens >= 1, "at least 1")
+        _check(self, "min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens ({self.max_tokens})")
+        _check(self, "temperature", 0.0 <= self.temperature < math.inf, "a number, 0 (greedy) or more")
+        _check(self, "top_k", self.top_k >= 0, "0 (all) or more")
+        _check(self, "top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        _check(self, "min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
+        _check(self, "repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a number above 0")
+        _check(self, "presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2")
+        _check(self, "frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2")
+        _check(self, "seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidSampling("stop_token_ids", f"has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
+            raise InvalidSampling("logprobs", f"is {self.num_logprobs}; it must be 0 to {MAX_LOGPROBS}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+
+
+def _check(params: SamplingParams, field: str, holds: bool, limit: str) -> None:
+    if not holds:  # NaN fails every comparison, so it is caught too
+        raise InvalidSampling(field, f"is {getattr(params, field)}; it must be {limit}")

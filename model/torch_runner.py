@@ -1,0 +1,136 @@
+"""The runner that computes: a checkpoint, its cache and the transformer over it, in this process.
+
+It knows nothing of sequences, pools or other processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.backend import TorchBackend
+from model.checkpoint import map_weights, model_digest
+from model.config import DTYPES, ModelConfig
+from model.kv_cache import PagedKVCache, available_bytes, check_memory, num_blocks_that_fit
+from model.kv_layout import KVLayout
+from model.runner import Chunk, LayerDone, SampledToken, StepOutput
+from model.sampling import sample
+from model.step_input import StepInput
+from model.transformer import Transformer
+
+logger = logging.getLogger(__name__)
+
+Sampler = Callable[[Tensor, Sequence[Chunk]], list[SampledToken]]
+
+
+class TorchRunner:
+    """Implements `ModelRunner`. Made by `load`."""
+
+    def __init__(self, config: ModelConfig, model: Transformer, cache: PagedKVCache, kernels: str) -> None:
+        self.config = config
+        self.kernels = kernels
+        self._model = model
+        self._cache = cache
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        block_size: int = 16,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        device: str = "cpu",
+        num_threads: int | None = None,
+        kernels: str = "auto",
+    ) -> TorchRunner:
+        """Reads the checkpoint and takes the cache: `num_blocks` or as many as fit `kv_cache_bytes`.
+
+        `dtype` is that of the computation; "auto" is the checkpoint's. The AVX2 kernels always compute in float32, on
+        the weights as they are stored. `kv_dtype` is "auto" for `dtype`. `num_threads` is torch's, for this process.
+
+        Raises:
+            UnreadableModel, UnsupportedModel: the folder holds no model that can be computed here.
+            CacheDoesNotFit: the cache is too small for one sequence, or too large for the memory there is.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        config = ModelConfig.from_folder(folder)
+        dtype = _named_dtype("dtype", dtype, config.dtype)
+        kv_dtype = _named_dtype("kv_dtype", kv_dtype, dtype)
+        layout = KVLayout(
+            model_digest=model_digest(folder),
+            dtype=kv_dtype,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+        )
+        weights = map_weights(folder, config)
+        cache = _cache(layout, num_blocks, kv_cache_bytes, config, weights, torch.device(device))
+        backend = TorchBackend(getattr(torch, dtype))
+        placed = {name: tensor.to(device, getattr(torch, dtype)) for name, tensor in weights.items()}
+        return cls(config, Transformer(config, placed, backend, cache), cache, backend.name)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._cache.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def cache_address(self) -> int:
+        return self._cache.address
+
+    @property
+    def cache_device_id(self) -> int:
+        device = self._cache.memory.device
+        return -1 if device.type == "cpu" else device.index or 0
+
+    @torch.inference_mode()
+    def execute(self, chunks: Sequence[Chunk], layer_done: LayerDone | None = None) -> StepOutput:
+        begin = time.perf_counter()
+        logits, load = self.logits(chunks, layer_done)
+        wanting = [chunk for chunk in chunks if chunk.sampling is not None]
+        tokens = iter(sample(logits, wanting) if wanting else ())
+        sampled = tuple(next(tokens) if chunk.sampling is not None else None for chunk in chunks)
+        return StepOutput(sampled, time.perf_counter() - begin, load.tolist() if load is not None else ())
+
+    @torch.inference_mode()
+    def logits(self, chunks: Sequence[Chunk], layer_done: LayerDone | None = None) -> tuple[Tensor, Tensor | None]:
+        """One forward: logits [R, V] of the chunks that want a token, in order, and expert load [L, E]."""
+        step = StepInput.of(chunks, self.layout.block_size, self._model.inverse_frequencies)
+        ends = (step.query_starts[1:] - 1)[[index for index, chunk in enumerate(chunks) if chunk.sampling is not None]]
+        return self._model.forward(step, ends, layer_done)
+
+
+def _named_dtype(name: str, value: str, default: str) -> str:
+    if value not in ("auto", *DTYPES):
+        raise ValueError(f"{name} is {value!r}; it must be one of auto, {', '.join(DTYPES)}")
+    return default if value == "auto" else value
+
+
+def _cache(
+    layout: KVLayout,
+    num_blocks: int | None,
+    kv_cache_bytes: int | None,
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    device: torch.device,
+) -> PagedKVCache:
+    if (num_blocks is None) == (kv_cache_bytes is None):
+        raise ValueError("give either num_blocks or kv_cache_bytes")
+    if num_blocks is None:
+        num_blocks = num_blocks_that_fit(layout, kv_cache_bytes or 0)
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    check_memory(layout, num_blocks, config.max_position_embeddings, available_bytes(device) - weight_bytes)
+    return PagedKVCache(layout, num_blocks, device)

@@ -1,0 +1,1 @@
+"""Prefill policy (queue, chunking) and its gRPC service."""

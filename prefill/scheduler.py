@@ -1,0 +1,196 @@
+"""Prefill policy: in which order prompts are computed, how they are cut into chunks, and when they may start.
+
+Shortest remaining first, so that a short prompt need not wait for a long one; a sequence's rank improves as it waits, so
+that the long one is not starved. A sequence starts only when its decode worker has granted a ticket: that is the back-pressure,
+and it keeps the decode worker's memory from being held by prompts that are only queued.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from kvtransfer.sender import Outgoing
+from model.block_pool import BlockPool, NoFreeBlocks
+from model.engine import ScheduledChunk
+from model.runner import Chunk, LayerDone, SampledToken, StepOutput
+from model.sequence import Sequence
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSequence:
+    """A sequence whose KV is built here. `outgoing` is where it goes: None until the ticket, or if it stays for one token."""
+
+    sequence: Sequence
+    needs_ticket: bool
+    done: Callable[[SampledToken | Exception], None]
+    added_at: float
+    outgoing: Outgoing | None = None
+    asked_for_ticket: bool = False
+    started_at: float | None = None
+    ended: bool = False
+
+    @property
+    def may_start(self) -> bool:
+        return self.outgoing is not None or not self.needs_ticket
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPolicy:
+    """`ageing_tokens_per_s`: each second of waiting counts like so many tokens less to compute."""
+
+    ageing_tokens_per_s: float = 500.0
+    lookahead_tokens: int = 2048
+
+
+class PrefillScheduler:
+    """Implements `model.engine.Scheduler`. Event loop only.
+
+    `ask_for_ticket` is called once for each sequence whose turn comes within the next `lookahead_tokens` tokens; the answer
+    comes through `grant` or `remove`.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        ask_for_ticket: Callable[[PrefillSequence], None],
+        policy: PrefillPolicy | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._ask_for_ticket = ask_for_ticket
+        self._policy = policy or PrefillPolicy()
+        self._clock = clock
+        self._queue: list[PrefillSequence] = []
+        self._in_step: dict[PrefillSequence, int] = {}  # to the number of tokens it runs
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(prefilling.sequence.num_uncomputed_tokens for prefilling in self._queue)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(prefilling.started_at is None for prefilling in self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._queue) - self.num_waiting
+
+    def add(self, prefilling: PrefillSequence) -> None:
+        self._queue.append(prefilling)
+        self._ask_for_tickets(self._ranked())
+
+    def grant(self, prefilling: PrefillSequence, outgoing: Outgoing) -> None:
+        """The decode worker has granted a ticket: the sequence may start."""
+        prefilling.outgoing = outgoing
+
+    def remove(self, prefilling: PrefillSequence) -> None:
+        """Lets the sequence's blocks go: it was handed over, or its request has gone. Idempotent; waits for a running step."""
+        if prefilling.ended:
+            return
+        prefilling.ended = True
+        if prefilling in self._queue:
+            self._queue.remove(prefilling)
+        if prefilling not in self._in_step:
+            prefilling.sequence.drop_blocks(self._pool)
+
+    def schedule(self, num_tokens: int) -> list[ScheduledChunk]:
+        self._in_step = {}
+        ranked = self._ranked()
+        self._ask_for_tickets(ranked)
+        scheduled: list[ScheduledChunk] = []
+        for prefilling in ranked:
+            if num_tokens == 0:
+                break
+            if not prefilling.may_start:
+                continue
+            if prefilling.started_at is None and not self._start(prefilling):
+                break  # nobody overtakes for want of blocks, or a large prompt would wait for ever
+            count = min(num_tokens, prefilling.sequence.num_uncomputed_tokens)
+            num_tokens -= count
+            self._in_step[prefilling] = count
+            scheduled.append(self._scheduled_chunk(prefilling, count))
+        return scheduled
+
+    def complete(self, sampled: Items[SampledToken | None], output: StepOutput) -> None:
+        ran, self._in_step = self._in_step, {}
+        for (prefilling, num_tokens), token in zip(ran.items(), sampled, strict=True):
+            if prefilling.ended:
+                prefilling.sequence.drop_blocks(self._pool)
+                continue
+            prefilling.sequence.num_computed_tokens += num_tokens
+            prefilling.sequence.publish(self._pool)
+            if token is not None:
+                self._queue.remove(prefilling)  # it keeps its blocks until it is handed over and removed
+                prefilling.done(token)
+
+    def fail(self, error: Exception) -> None:
+        failed, self._in_step = self._in_step, {}
+        for prefilling in failed:
+            if prefilling.ended:
+                prefilling.sequence.drop_blocks(self._pool)
+            else:
+                self._queue.remove(prefilling)
+                prefilling.done(error)
+
+    def _ranked(self) -> list[PrefillSequence]:
+        now, ageing = self._clock(), self._policy.ageing_tokens_per_s
+        return sorted(self._queue, key=lambda p: p.sequence.num_uncomputed_tokens - ageing * (now - p.added_at))
+
+    def _ask_for_tickets(self, ranked: Items[PrefillSequence]) -> None:
+        tokens_ahead = 0
+        for prefilling in ranked:
+            if tokens_ahead > self._policy.lookahead_tokens:
+                return
+            if prefilling.needs_ticket and not prefilling.asked_for_ticket:
+                prefilling.asked_for_ticket = True
+                self._ask_for_ticket(prefilling)
+            tokens_ahead += prefilling.sequence.num_uncomputed_tokens
+
+    def _start(self, prefilling: PrefillSequence) -> bool:
+        """Takes blocks for the whole prompt; what the prefix cache held goes out at once."""
+        sequence = prefilling.sequence
+        sequence.take_prefix(self._pool)
+        try:
+            sequence.grow(self._pool, sequence.num_tokens)
+        except NoFreeBlocks:
+            sequence.drop_blocks(self._pool)
+            return False
+        prefilling.started_at = self._clock()
+        if prefilling.outgoing is not None:
+            prefilling.outgoing.hold(sequence.block_ids)
+            num_cached_blocks = sequence.num_cached_tokens // sequence.block_size
+            if num_cached_blocks:
+                prefilling.outgoing.write_all_layers(0, sequence.block_ids[:num_cached_blocks])
+        return True
+
+    def _scheduled_chunk(self, prefilling: PrefillSequence, num_tokens: int) -> ScheduledChunk:
+        sequence = prefilling.sequence
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        token_ids = sequence.token_ids[start:end]
+        hook = _write_hook(prefilling.outgoing, sequence, start, end)
+        if end < sequence.num_tokens:
+            return ScheduledChunk(Chunk(token_ids, start, sequence.block_ids), hook)
+        chunk = Chunk(
+            token_ids, start, sequence.block_ids, sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
+        )
+        return ScheduledChunk(chunk, hook)
+
+
+def _write_hook(outgoing: Outgoing | None, sequence: Sequence, start: int, end: int) -> LayerDone | None:
+    """Sends the blocks that tokens [start, end) fill, and with the prompt's last token the partial one too."""
+    first = start // sequence.block_size
+    stop = -(-end // sequence.block_size) if end == sequence.num_tokens else end // sequence.block_size
+    if outgoing is None or first == stop:
+        return None
+    block_ids = sequence.block_ids[first:stop]
+
+    def write(layer: int) -> None:
+        outgoing.write(layer, first, block_ids)
+
+    return write

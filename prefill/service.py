@@ -1,0 +1,185 @@
+"""The gRPC edge of prefill: one call is one sequence, from its tokens to the hand-over's end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from kvtransfer.codec import sampling_from_message, tokens_message
+from kvtransfer.errors import DecodePoolFull
+from kvtransfer.sender import Outgoing, Sender
+from kvtransfer.ticket import HandoverTarget, SendStats
+from model.block_pool import BlockPool
+from model.kv_layout import KVLayout
+from model.runner import SampledToken
+from model.sequence import Sequence
+from model.tokenizer import Detokenizer, Tokenizer
+from prefill import metrics
+from prefill.scheduler import PrefillScheduler, PrefillSequence
+from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
+from protos.errors import AlreadyExists, Internal, InvalidArgument, ServiceError
+
+_RESERVE_TIMEOUT_S = 5.0
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """Owns the tasks that reserve for its sequences; `close` ends them."""
+
+    def __init__(
+        self, *, pool: BlockPool, layout: KVLayout, sender: Sender, tokenizer: Tokenizer, wake: Callable[[], None]
+    ) -> None:
+        self._pool = pool
+        self._layout = layout
+        self._sender = sender
+        self._tokenizer = tokenizer
+        self._wake = wake
+        self.scheduler = PrefillScheduler(pool, ask_for_ticket=self._ask_for_ticket)
+        self._calls: dict[str, _Call] = {}
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        if request.attempt_id in self._calls:
+            raise AlreadyExists(f"attempt_id {request.attempt_id!r} is being prefilled already", field="attempt_id")
+        call = _Call(request, self._sequence(request))
+        self._calls[request.attempt_id] = call
+        metrics.REQUESTS.inc()
+        try:
+            self.scheduler.add(call.prefilling)
+            self._wake()
+            token = await call.first_token
+            call.prefilling.sequence.append(token.token_id)
+            call.first_token_at = time.monotonic()
+            yield prefill_pb2.PrefillResponse(first_token=self._first_token(call, token))
+            yield prefill_pb2.PrefillResponse(handed_over=await self._hand_over(call, token))
+        finally:
+            del self._calls[request.attempt_id]
+            await self._end(call)
+
+    async def close(self) -> None:
+        """Ends every call that is still open; their clients get UNAVAILABLE from the server's own stop."""
+        for call in list(self._calls.values()):
+            await self._end(call)
+
+    def _sequence(self, request: prefill_pb2.PrefillRequest) -> Sequence:
+        if not request.token_ids:
+            raise InvalidArgument("token_ids is empty; there is nothing to prefill", field="token_ids")
+        num_blocks = self._layout.num_blocks(len(request.token_ids))
+        if num_blocks > self._pool.num_blocks:
+            raise InvalidArgument(
+                f"token_ids has {len(request.token_ids)} tokens, which need {num_blocks} blocks; "
+                f"this worker's cache holds {self._pool.num_blocks}",
+                field="token_ids",
+            )
+        return Sequence(
+            request.attempt_id,
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            sampling_from_message(request.sampling),
+            self._layout.block_size,
+        )
+
+    def _ask_for_ticket(self, prefilling: PrefillSequence) -> None:
+        call = self._calls[prefilling.sequence.sequence_id]
+        call.reserving = asyncio.create_task(self._reserve(call))
+
+    async def _reserve(self, call: _Call) -> None:
+        """Asks until the decode worker has room; the call's own deadline bounds it. Any other refusal ends the call."""
+        decode = call.request.decode
+        sequence = call.prefilling.sequence
+        while True:
+            try:
+                outgoing = await self._sender.reserve(
+                    HandoverTarget(decode.worker_id, decode.address, decode.epoch),
+                    attempt_id=call.request.attempt_id,
+                    request_id=call.request.request_id,
+                    num_tokens=sequence.num_tokens,
+                    block_hashes=sequence.block_hashes,
+                    timeout_s=_RESERVE_TIMEOUT_S,
+                )
+            except DecodePoolFull as full:
+                metrics.RESERVE_RETRIES.inc()
+                await asyncio.sleep(full.retry_after_s or 0.05)
+            except ServiceError as error:
+                call.finish(error)
+                return
+            else:
+                call.outgoing = outgoing
+                self.scheduler.grant(call.prefilling, outgoing)
+                self._wake()
+                return
+
+    def _first_token(self, call: _Call, token: SampledToken) -> inference_pb2.GenerateResponse:
+        sequence = call.prefilling.sequence
+        detokenizer = Detokenizer(self._tokenizer, sequence.token_ids[:-1])
+        text = "" if token.token_id in sequence.sampling.stop_token_ids else detokenizer.push(token.token_id)
+        if sequence.finish_reason is not None:
+            text += detokenizer.flush()
+        return tokens_message(sequence.num_output_tokens - 1, [token], text, sequence.finish_reason)
+
+    async def _hand_over(self, call: _Call, token: SampledToken) -> prefill_pb2.PrefillStats:
+        sequence = call.prefilling.sequence
+        sent = SendStats(sent_tokens=0, sent_bytes=0, exposed_s=0.0)
+        if call.outgoing is not None and sequence.finish_reason is None:
+            sent = await call.outgoing.commit(token.token_id, sequence.num_computed_tokens)
+            call.outgoing = None
+        stats = call.stats(sent)
+        metrics.observe(stats)
+        return stats
+
+    async def _end(self, call: _Call) -> None:
+        """Lets everything the call holds go; blocks that are being written stay held by the Outgoing until that ends."""
+        call.reserving.cancel()
+        await asyncio.wait([call.reserving])
+        self.scheduler.remove(call.prefilling)
+        if call.outgoing is not None:
+            outgoing, call.outgoing = call.outgoing, None
+            await outgoing.abort("the request ended before it was handed over")
+
+
+class _Call:
+    """What one Prefill call holds."""
+
+    def __init__(self, request: prefill_pb2.PrefillRequest, sequence: Sequence) -> None:
+        self.request = request
+        self.first_token: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
+        self.prefilling = PrefillSequence(sequence, request.HasField("decode"), self.finish, time.monotonic())
+        self.outgoing: Outgoing | None = None
+        self.reserving: asyncio.Task[None] = asyncio.create_task(_nothing())
+        self.first_token_at = 0.0
+
+    def finish(self, result: SampledToken | Exception) -> None:
+        """The first token, or why there will be none."""
+        if self.first_token.done():
+            return
+        if isinstance(result, SampledToken):
+            self.first_token.set_result(result)
+        elif isinstance(result, ServiceError):
+            self.first_token.set_exception(result)
+        else:
+            self.first_token.set_exception(Internal("the step that computed this prompt failed"))
+
+    def stats(self, sent: SendStats) -> prefill_pb2.PrefillStats:
+        prefilling, sequence = self.prefilling, self.prefilling.sequence
+        started_at = prefilling.started_at or prefilling.added_at
+        return prefill_pb2.PrefillStats(
+            prompt_tokens=inference_pb2.PromptTokens(
+                computed=sequence.num_computed_tokens - sequence.num_cached_tokens, cached=sequence.num_cached_tokens
+            ),
+            queue_s=started_at - prefilling.added_at,
+            compute_s=self.first_token_at - started_at,
+            handover_s=time.monotonic() - self.first_token_at,
+            sent_tokens=sent.sent_tokens,
+            sent_bytes=sent.sent_bytes,
+        )
+
+
+async def _nothing() -> None:
+    """The reservation of a sequence that needs none."""

@@ -1,0 +1,1 @@
+"""The contract between processes: messages, errors, server and channel set-up."""

@@ -1,0 +1,48 @@
+"""Client channels the way all our processes have them, and calls whose failures are `protos.errors.ServiceError`s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import grpc.aio
+
+from protos.errors import from_rpc_error
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+KEEPALIVE_S = 10.0
+
+BytesStream: TypeAlias = grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # the server's refusal says what the limit is
+    ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", round(KEEPALIVE_S * 500)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),  # whether to try again is decided where the request is understood
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """An async context manager; close it. It connects at the first call and again after every loss."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+@contextmanager
+def service_errors() -> Iterator[None]:
+    """Around a call, or around reading its stream: a gRPC failure comes out as the error the server raised."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def bytes_stream(channel: grpc.aio.Channel, method: str) -> BytesStream:
+    """A server-streaming method by its full name, whose messages stay bytes: for passing them on untouched."""
+    return channel.unary_stream(method)

@@ -1,0 +1,136 @@
+"""The client of a router: typed, async, in values of its own. Failures are `protos.errors.ServiceError`s."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import grpc.aio
+
+from protos import inference_pb2, inference_pb2_grpc, workers_pb2, workers_pb2_grpc
+from protos.channel import open_channel, service_errors
+from protos.errors import Internal, InvalidArgument
+from protos.values import ROLES, ChatMessage, Chunk, Model, Sampling, Status, Summary
+
+Answer: TypeAlias = AsyncGenerator[Chunk | Summary, None]
+"""Chunks as they come, then one Summary. Leaving it early (or `aclose`) cancels the request."""
+
+AnswerCall: TypeAlias = "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse]"
+
+
+class PdserveClient:
+    """Connects at the first call, and anew after a loss. Use it as an async context manager, or `close` it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._pools = workers_pb2_grpc.PoolsStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: Sampling | None = None,
+        model: str | None = None,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+    ) -> Answer:
+        """Continues a text, or token ids."""
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id, model=model, sampling=_sampling_message(sampling)
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(prompt)
+        return _answer(lambda: self._inference.Generate(request, timeout=deadline_s))
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        sampling: Sampling | None = None,
+        model: str | None = None,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+    ) -> Answer:
+        """Answers a conversation."""
+        request = inference_pb2.ChatRequest(
+            request_id=request_id,
+            model=model,
+            messages=[message.to_message() for message in messages],
+            sampling=_sampling_message(sampling),
+        )
+        return _answer(lambda: self._inference.Chat(request, timeout=deadline_s))
+
+    async def tokenize(
+        self, text: str | Sequence[ChatMessage], *, deadline_s: float | None = None
+    ) -> list[tuple[int, str]]:
+        """The tokens of a text, or of a conversation with its template: ids and how they read."""
+        if isinstance(text, str):
+            request = inference_pb2.TokenizeRequest(text=text)
+        else:
+            conversation = inference_pb2.ChatConversation(messages=[message.to_message() for message in text])
+            request = inference_pb2.TokenizeRequest(chat=conversation)
+        with service_errors():
+            response = await self._inference.Tokenize(request, timeout=deadline_s)
+        return list(zip(response.token_ids, response.tokens, strict=True))
+
+    async def get_model(self, model: str | None = None, *, deadline_s: float | None = None) -> Model:
+        with service_errors():
+            request = inference_pb2.GetModelRequest(model=model)
+            return Model.from_message(await self._inference.GetModel(request, timeout=deadline_s))
+
+    async def get_status(self, *, deadline_s: float | None = None) -> Status:
+        with service_errors():
+            request = workers_pb2.GetStatusRequest()
+            return Status.from_message(await self._pools.GetStatus(request, timeout=deadline_s))
+
+    async def set_role(self, worker_id: str, role: str, *, deadline_s: float | None = None) -> None:
+        """Uses a worker for prefill, decode or both, from the next request on."""
+        if role not in ROLES:
+            raise InvalidArgument(f"role is {role!r}; it must be one of {', '.join(ROLES)}", field="role")
+        with service_errors():
+            request = workers_pb2.SetRoleRequest(worker_id=worker_id, role=ROLES[role])
+            await self._pools.SetRole(request, timeout=deadline_s)
+
+
+def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams | None:
+    try:
+        return None if sampling is None else sampling.to_message()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"sampling: {error}", field="sampling") from error
+
+
+async def _answer(start: Callable[[], AnswerCall]) -> Answer:
+    """Checks that no token is missing or repeated, and that the answer has an end."""
+    call, num_tokens, is_complete = start(), 0, False
+    try:
+        with service_errors():
+            async for message in call:
+                if message.HasField("usage"):
+                    yield Summary.from_message(message)
+                    is_complete = True
+                    continue
+                if message.output_index != num_tokens:
+                    gap = f"the answer has {num_tokens} tokens and goes on at output_index {message.output_index}"
+                    raise Internal(gap)
+                num_tokens += len(message.token_ids)
+                yield Chunk.from_message(message)
+        if not is_complete:
+            raise Internal("the answer ended without its summary")
+    finally:
+        call.cancel()  # nothing happens if it has ended

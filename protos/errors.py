@@ -1,0 +1,197 @@
+"""Every error that crosses a process, and its form as a gRPC status with google.rpc details. By who must act:
+
+caller    InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, DeadlineExceeded, Cancelled, Unimplemented
+capacity  ResourceExhausted; Unavailable: NoWorker
+peer      Unavailable: WorkerLost, AttemptsExhausted; Aborted (packages add their own, each with a reason of its own)
+ours      Internal
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+import grpc.aio
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+DOMAIN = "pdserve"
+DETAILS_KEY = "grpc-status-details-bin"  # where gRPC keeps a google.rpc.Status
+
+_by_reason: dict[str, type[ServiceError]] = {}
+_by_code: dict[grpc.StatusCode, type[ServiceError]] = {}
+
+
+class ServiceError(Exception):
+    """An expected failure. `retryable`: the same request may succeed elsewhere or later. `field`: what in it is off."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    retryable: bool = False
+    reason: str = "UNKNOWN"
+
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+    def __init_subclass__(cls) -> None:
+        """A class is found again by its reason; the first one of a code stands for the code."""
+        super().__init_subclass__()
+        _by_code.setdefault(cls.code, cls)
+        if "reason" in cls.__dict__:
+            known = _by_reason.setdefault(cls.reason, cls)
+            if known is not cls and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise TypeError(f"{cls.__qualname__} and {known.__qualname__} have the same reason, {cls.reason}")
+
+
+class InvalidArgument(ServiceError):
+    """The request is wrong whatever the state of the service; `field` says where."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
+
+
+class NotFound(ServiceError):
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+
+class AlreadyExists(ServiceError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ALREADY_EXISTS"
+
+
+class FailedPrecondition(ServiceError):
+    """The service is not in the state that the request assumes, and waiting will not change that."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "FAILED_PRECONDITION"
+
+
+class DeadlineExceeded(ServiceError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(ServiceError):
+    code = grpc.StatusCode.CANCELLED
+    reason = "CANCELLED"
+
+
+class Unimplemented(ServiceError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "UNIMPLEMENTED"
+
+
+class ResourceExhausted(ServiceError):
+    """Something is full now."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+
+class Unavailable(ServiceError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+    retryable = True
+
+
+class NoWorker(Unavailable):
+    """No worker that is ready can take the request; the message says which role is missing."""
+
+    reason = "NO_WORKER"
+
+
+class WorkerLost(Unavailable):
+    """A worker went away while it had the request."""
+
+    reason = "WORKER_LOST"
+
+
+class AttemptsExhausted(Unavailable):
+    """Every attempt that the router's budget allows has failed; the message ends with the last failure."""
+
+    reason = "ATTEMPTS_EXHAUSTED"
+
+
+class Aborted(ServiceError):
+    """The two sides disagree about what is still going on; the attempt is over."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ABORTED"
+    retryable = True
+
+
+class Internal(ServiceError):
+    """A defect of ours. The message says nothing about the inside: that is in the log."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    info.metadata["retryable"] = "true" if error.retryable else "false"
+    status.details.add().Pack(info)
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def from_status(status: status_pb2.Status) -> ServiceError:
+    """The error that became this status. A class this process does not know is stood for by the one of its code."""
+    info, bad_request, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    for detail in status.details:
+        for known in (info, bad_request, retry):
+            if detail.Is(known.DESCRIPTOR):
+                detail.Unpack(known)
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    kind = _by_reason.get(info.reason) if info.domain == DOMAIN else None
+    if kind is None or kind.code is not code:
+        kind = _by_code.get(code, ServiceError)
+    error = kind(
+        status.message,
+        field=bad_request.field_violations[0].field if bad_request.field_violations else "",
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+    )
+    if info.domain == DOMAIN:
+        error.reason, error.retryable = info.reason, info.metadata["retryable"] == "true"
+    return error
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """A status without details of ours was made by gRPC itself; of these, only UNAVAILABLE is worth another try."""
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return from_status(status_pb2.Status.FromString(value))
+    service_error = _by_code.get(error.code(), ServiceError)(error.details() or f"gRPC status {error.code().name}")
+    service_error.retryable = error.code() is grpc.StatusCode.UNAVAILABLE
+    return service_error
+
+
+def is_connection_failure(error: grpc.aio.AioRpcError) -> bool:
+    """Whether gRPC itself ended the call because the peer is gone or going, rather than the peer by an error."""
+    from_peer = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+    return not from_peer and error.code() in _CONNECTION_CODES
+
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_CONNECTION_CODES = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,  # a server that stops cancels what is still running
+    grpc.StatusCode.INTERNAL,  # a stream that was reset
+    grpc.StatusCode.UNKNOWN,
+}
+assert {code.value[0] for code in grpc.StatusCode} == set(code_pb2.Code.values())

@@ -1,0 +1,150 @@
+"""A gRPC server the way all our processes have it: errors with details, metrics, health, reflection, an orderly end.
+
+Knows nothing of what is served. Handlers raise `protos.errors.ServiceError`; anything else is a defect, and INTERNAL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+import grpc.aio
+import prometheus_client
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protos.calls import CallInterceptor
+from protos.channel import KEEPALIVE_S, MAX_MESSAGE_BYTES
+
+Servicer = TypeVar("Servicer")
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # two processes on one port would each get some of the calls
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", round(KEEPALIVE_S * 500)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", round(KEEPALIVE_S * 500)),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", round(KEEPALIVE_S * 500)),
+)
+
+
+class GrpcServer:
+    """`add` services, `start`, `stop`. Health: the empty name is the process (liveness), each service has its own."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._calls = CallInterceptor()
+        self._server = grpc.aio.server(interceptors=[self._calls], options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._services: list[str] = []
+
+    @property
+    def address(self) -> str:
+        """With the port that was taken, once started."""
+        return _join(self._host, self._port)
+
+    @property
+    def num_requests(self) -> int:
+        """Calls being served whose end is their own: not the streams that last as long as a peer."""
+        return self._calls.num_requests
+
+    def add(self, register: Callable[[Servicer, grpc.aio.Server], None], servicer: Servicer) -> None:
+        """Adds a service by its generated `add_XServicer_to_server`."""
+        register(servicer, _Registrar(self))  # type: ignore[arg-type]
+
+    def add_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[object, object]]) -> None:
+        self._services.append(service)
+        self._calls.requests |= {f"/{service}/{name}" for name, kind in handlers.items() if not kind.request_streaming}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
+
+    async def start(self) -> None:
+        """Raises OSError, naming the address, if it cannot be listened at."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        for service in self._services:
+            await self.set_serving(service, True)
+        _check_bindable(self._host, self._port)
+        try:
+            self._port = self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen at {self.address}: {error}") from error
+        await self._server.start()
+
+    async def set_serving(self, service: str, serving: bool) -> None:
+        """Whether `service` could do its work now (readiness)."""
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(service, states.SERVING if serving else states.NOT_SERVING)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Tells health checks, lets requests finish for up to `grace_s`, then cancels what is left and closes."""
+        await self._health.enter_graceful_shutdown()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._calls.no_requests()
+        except TimeoutError:
+            pass  # these have had their time
+        finally:
+            await self._server.stop(None)
+
+
+class MetricsServer:
+    """Prometheus metrics over HTTP, in a thread of its own, until `close`."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread, address: str) -> None:
+        self._server = server
+        self._thread = thread
+        self.address = address
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve_metrics(host: str, port: int) -> MetricsServer:
+    """Port 0 takes any that is free. Raises OSError, naming the address, if it cannot be listened at."""
+    _check_bindable(host, port)
+    server, thread = prometheus_client.start_http_server(port, host)
+    return MetricsServer(server, thread, _join(host, server.server_port))
+
+
+class _Registrar:
+    """Stands for the server in generated code, to learn the name of the service and its handlers."""
+
+    def __init__(self, server: GrpcServer) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """The same handlers come by name."""
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[object, object]]
+    ) -> None:
+        self._server.add_handlers(service, handlers)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _check_bindable(host: str, port: int) -> None:
+    """gRPC says only that it failed, and says it to stderr; the system knows why."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        hint = "; choose another port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen at {_join(host, port)}: {error.strerror or error}{hint}") from error

@@ -1,0 +1,239 @@
+"""What `protos.client` takes and gives: frozen values, and how they are read from messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos import inference_pb2 as pb
+from protos import workers_pb2
+
+FINISH_REASONS = {pb.FINISH_REASON_UNSPECIFIED: None, pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+ROLES = {"prefill": workers_pb2.ROLE_PREFILL, "decode": workers_pb2.ROLE_DECODE, "both": workers_pb2.ROLE_BOTH}
+STATES = {
+    workers_pb2.WORKER_STATE_UNSPECIFIED: "unknown",
+    workers_pb2.WORKER_STATE_READY: "ready",
+    workers_pb2.WORKER_STATE_DRAINING: "draining",
+    workers_pb2.WORKER_STATE_LOST: "lost",
+}
+_ROLE_NAMES = {role: name for name, role in ROLES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; None leaves it to the service. Limits and defaults are in inference.proto."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+
+    def to_message(self) -> pb.SamplingParams:
+        """Raises ValueError for a number that the field cannot hold."""
+        return pb.SamplingParams(**{name: getattr(self, name) for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str  # system, user, assistant
+    content: str
+
+    def to_message(self) -> pb.ChatMessage:
+        return pb.ChatMessage(role=self.role, content=self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some consecutive tokens of the answer. `finish_reason`, stop or length, comes with the last ones."""
+
+    output_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: str | None
+
+    @staticmethod
+    def from_message(message: pb.GenerateResponse) -> Chunk:
+        logprobs = tuple(
+            TokenLogprobs(
+                item.chosen.token_id, item.chosen.logprob, tuple((top.token_id, top.logprob) for top in item.top)
+            )
+            for item in message.logprobs
+        )
+        reason = FINISH_REASONS[message.finish_reason]
+        return Chunk(message.output_index, tuple(message.token_ids), message.text, logprobs, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens by where their KV came from: `prefill_*` on the prefill worker, `decode_*` on the decode worker."""
+
+    prompt_tokens: int
+    output_tokens: int
+    prefill_computed_tokens: int
+    prefill_cached_tokens: int
+    decode_received_tokens: int
+    decode_cached_tokens: int
+    decode_computed_tokens: int
+    decode_recomputed_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_resumes: int
+    num_retries: int
+    disaggregated: bool
+
+    @staticmethod
+    def from_message(message: pb.Usage) -> Usage:
+        return Usage(
+            prompt_tokens=message.prompt_tokens,
+            output_tokens=message.output_tokens,
+            prefill_computed_tokens=message.prefill.computed,
+            prefill_cached_tokens=message.prefill.cached,
+            decode_received_tokens=message.decode.received_tokens,
+            decode_cached_tokens=message.decode.cached_tokens,
+            decode_computed_tokens=message.decode.computed_tokens,
+            decode_recomputed_tokens=message.decode.recomputed_tokens,
+            num_preemptions=message.decode.num_preemptions,
+            num_steps=message.decode.num_steps,
+            num_resumes=message.num_resumes,
+            num_retries=message.num_retries,
+            disaggregated=message.disaggregated,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    name: str  # tokenize, queue, prefill, handover, decode
+    worker_id: str  # empty: the router
+    start_s: float  # since the router received the request
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    stages: tuple[Stage, ...]
+    ttft_s: float
+    tpot_s: float  # mean over the tokens after the first
+    total_s: float
+
+    @staticmethod
+    def from_message(message: pb.Timeline) -> Timeline:
+        stages = tuple(Stage(each.name, each.worker_id, each.start_s, each.duration_s) for each in message.stages)
+        return Timeline(stages, message.ttft_s, message.tpot_s, message.total_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The end of an answer: what it took."""
+
+    request_id: str
+    usage: Usage
+    timeline: Timeline
+
+    @staticmethod
+    def from_message(message: pb.GenerateResponse) -> Summary:
+        return Summary(message.request_id, Usage.from_message(message.usage), Timeline.from_message(message.timeline))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    architecture: str
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    layout_fingerprint: str  # empty until a worker has registered
+    kv_bytes_per_token: int
+
+    @staticmethod
+    def from_message(message: pb.Model) -> Model:
+        return Model(
+            name=message.name,
+            architecture=message.architecture,
+            max_context_tokens=message.max_context_tokens,
+            vocab_size=message.vocab_size,
+            eos_token_ids=tuple(message.eos_token_ids),
+            layout_fingerprint=message.layout_fingerprint,
+            kv_bytes_per_token=message.kv_bytes_per_token,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the router knows it; its load as last reported."""
+
+    worker_id: str
+    epoch: str
+    address: str
+    metrics_address: str
+    role: str  # prefill, decode, both
+    flippable: bool
+    state: str  # ready, draining, lost
+    model_name: str
+    runner: str
+    kernels: str
+    num_blocks: int
+    num_free_blocks: int
+    num_used_blocks: int
+    num_quarantined_blocks: int
+    queued_prefill_tokens: int
+    num_waiting: int
+    num_running: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    reported_ago_s: float
+
+    @staticmethod
+    def from_message(message: workers_pb2.WorkerStatus) -> WorkerStatus:
+        hello, load = message.hello, message.load
+        return WorkerStatus(
+            worker_id=hello.worker_id,
+            epoch=hello.epoch,
+            address=hello.address,
+            metrics_address=hello.metrics_address,
+            role=_ROLE_NAMES.get(message.role, "unknown"),
+            flippable=hello.flippable,
+            state=STATES[load.state],
+            model_name=hello.model_name,
+            runner=hello.runner,
+            kernels=hello.kernels,
+            num_blocks=hello.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            num_used_blocks=load.num_used_blocks,
+            num_quarantined_blocks=load.num_quarantined_blocks,
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+            reported_ago_s=message.reported_ago_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    model_name: str
+    num_requests_in_flight: int
+    uptime_s: float
+    workers: tuple[WorkerStatus, ...]
+
+    @staticmethod
+    def from_message(message: workers_pb2.Status) -> Status:
+        workers = tuple(WorkerStatus.from_message(each) for each in message.workers)
+        return Status(message.model_name, message.num_requests_in_flight, message.uptime_s, workers)

@@ -1,0 +1,188 @@
+"""Decode policy as decisions: who runs, who waits, who is preempted; and that every block comes back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode.outbox import Outbox
+from decode.scheduler import DecodeScheduler, DecodeSequence
+from model.block_pool import BlockPool
+from model.runner import SampledToken, StepOutput
+from model.sampling_params import SamplingParams
+from model.sequence import FinishReason, Sequence
+
+BLOCK_SIZE = 4
+NOTHING = StepOutput(())
+
+
+def next_token(history: list[int]) -> int:
+    """A model: the next token depends on every token before it."""
+    return sum((index + 1) * token for index, token in enumerate(history)) % 97 + 3
+
+
+def plain_loop(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def local(prompt: list[int], max_tokens: int, name: str = "s") -> DecodeSequence:
+    """A sequence whose KV is computed here."""
+    return DecodeSequence(Sequence(name, list(prompt), len(prompt), SamplingParams(max_tokens), BLOCK_SIZE), Outbox())
+
+
+def received(pool: BlockPool, prompt: list[int], max_tokens: int) -> DecodeSequence:
+    """A sequence as the hand-over delivers it: KV of the prompt is there, the first token is sampled."""
+    decoding = local(prompt, max_tokens)
+    decoding.sequence.adopt(pool.allocate(-(-len(prompt) // BLOCK_SIZE)), len(prompt))
+    decoding.sequence.append(next_token(prompt))
+    return decoding
+
+
+def step(scheduler: DecodeScheduler, num_tokens: int = 64) -> list[int]:
+    """Runs one step of the model above; returns the number of tokens of each chunk."""
+    scheduled = scheduler.schedule(num_tokens)
+    sampled = [
+        SampledToken(next_token(list(s.chunk.history))) if s.chunk.sampling is not None else None for s in scheduled
+    ]
+    scheduler.complete(sampled, NOTHING)
+    return [len(s.chunk.token_ids) for s in scheduled]
+
+
+def output(decoding: DecodeSequence) -> list[int]:
+    return decoding.sequence.token_ids[decoding.sequence.num_prompt_tokens :]
+
+
+def test_received_sequence_decodes_one_token_a_step_and_frees_its_blocks() -> None:
+    pool = BlockPool(8)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    decoding = received(pool, [5, 6, 7, 8, 9], 4)
+    scheduler.add(decoding)
+    assert [step(scheduler) for _ in range(4)] == [[1], [1], [1], []]
+    assert output(decoding) == plain_loop([5, 6, 7, 8, 9], 4)
+    assert decoding.sequence.finish_reason is FinishReason.LENGTH
+    assert pool.num_used == 0
+    assert decoding.num_computed_tokens == 0
+
+
+def test_local_sequence_prefills_in_chunks_of_the_budget() -> None:
+    pool = BlockPool(8)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    decoding = local(list(range(10)), 2)
+    scheduler.add(decoding)
+    assert [step(scheduler, 4) for _ in range(4)] == [[4], [4], [2], [1]]
+    assert output(decoding) == plain_loop(list(range(10)), 2)
+    assert decoding.num_computed_tokens == 10
+
+
+def test_running_sequences_get_their_token_before_a_prefill_gets_the_rest() -> None:
+    pool = BlockPool(32)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    scheduler.add(local(list(range(30)), 2))
+    for _ in range(2):
+        scheduler.add(received(pool, [1, 2, 3], 8))
+    assert step(scheduler, 8) == [1, 1, 6]
+
+
+def test_prefix_cache_saves_the_second_prompt() -> None:
+    pool = BlockPool(16)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    for _ in range(2):
+        decoding = local(list(range(10)), 1)
+        scheduler.add(decoding)
+        while step(scheduler):
+            pass
+    assert (decoding.num_cached_tokens, decoding.num_computed_tokens) == (8, 2)
+
+
+def test_max_running_bounds_the_batch() -> None:
+    pool = BlockPool(32)
+    scheduler = DecodeScheduler(pool, max_running=2)
+    for _ in range(3):
+        scheduler.add(received(pool, [1, 2, 3], 4))
+    assert step(scheduler) == [1, 1]
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+
+
+def test_newest_is_preempted_and_resumes_exactly() -> None:
+    pool = BlockPool(4)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    old, new = received(pool, [1, 2, 3], 9), received(pool, [4, 5, 6, 7], 9)
+    scheduler.add(old)
+    scheduler.add(new)
+    while step(scheduler):
+        pool.check_integrity()
+    assert (old.num_preemptions, new.num_preemptions) == (0, 1)
+    assert new.num_recomputed_tokens > 0
+    assert output(old) == plain_loop([1, 2, 3], 9)
+    assert output(new) == plain_loop([4, 5, 6, 7], 9)
+    assert pool.num_used == 0
+
+
+def test_sequence_removed_during_a_step_keeps_its_blocks_until_the_step_is_over() -> None:
+    pool = BlockPool(8)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    decoding = received(pool, [1, 2, 3], 9)
+    scheduler.add(decoding)
+    scheduler.schedule(8)
+    scheduler.remove(decoding)
+    assert pool.num_used == 1
+    scheduler.complete([SampledToken(1)], NOTHING)
+    assert pool.num_used == 0
+    assert step(scheduler) == []
+
+
+async def test_failed_step_ends_its_sequences_only() -> None:
+    pool = BlockPool(8)
+    scheduler = DecodeScheduler(pool, max_running=1)
+    failing, waiting = received(pool, [1, 2, 3], 9), received(pool, [4, 5], 2)
+    scheduler.add(failing)
+    scheduler.add(waiting)
+    scheduler.schedule(8)
+    scheduler.fail(RuntimeError("no"))
+    with pytest.raises(RuntimeError, match="no"):
+        async for _ in failing.outbox.batches():
+            pass
+    while step(scheduler):
+        pass
+    assert output(waiting) == plain_loop([4, 5], 2)
+    assert pool.num_used == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=14), st.integers(2, 12), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    num_blocks=st.integers(7, 20),
+    max_running=st.integers(1, 5),
+    budget=st.integers(1, 16),
+    removed=st.sets(st.integers(0, 7), max_size=3),
+)
+def test_any_mix_ends_with_the_plain_loops_tokens_and_no_block_held(
+    requests: list[tuple[list[int], int, bool]], num_blocks: int, max_running: int, budget: int, removed: set[int]
+) -> None:
+    pool = BlockPool(num_blocks)
+    scheduler = DecodeScheduler(pool, max_running=max_running)
+    decodings = []
+    for prompt, max_tokens, is_local in requests:
+        fits = -(-len(prompt) // BLOCK_SIZE) <= pool.num_free
+        decoding = local(prompt, max_tokens) if is_local or not fits else received(pool, prompt, max_tokens)
+        decodings.append(decoding)
+        scheduler.add(decoding)
+        step(scheduler, budget)
+    for index in removed & set(range(len(decodings))):
+        scheduler.remove(decodings[index])
+    for _ in range(5000):
+        if not step(scheduler, budget):
+            break
+        pool.check_integrity()
+    assert (scheduler.num_running, scheduler.num_waiting, pool.num_used) == (0, 0, 0)
+    for index, (decoding, (prompt, max_tokens, _)) in enumerate(zip(decodings, requests, strict=True)):
+        if index not in removed:
+            assert output(decoding) == plain_loop(prompt, max_tokens)
