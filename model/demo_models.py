@@ -22,8 +22,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from model.upcycling import Upcycling, upcycle
-
 DENSE, MOE = "demo-dense", "demo-moe"
 DEMO_MODELS = (DENSE, MOE)
 
@@ -35,17 +33,10 @@ RECIPE = 1  # part of the folder's name: raise it when a build would come out di
 
 # Of 256 seeds per layer, those that spread the tokens of ten mixed prompts and their answers most evenly; on others the
 # busiest expert gets about 1.6 times the mean, and a token's logits have a standard deviation of about 1.
-_GATE_SEEDS = (
+GATE_SEEDS = (
     8, 73, 210, 175, 245, 109, 164, 64, 246, 140, 248, 170, 82, 30, 74,
     34, 62, 130, 42, 53, 36, 75, 236, 93, 51, 241, 38, 88, 68, 165,
 )  # fmt: skip
-UPCYCLING = Upcycling(
-    num_experts=8,
-    num_experts_per_token=2,
-    expert_noise=0.02,
-    gate_scale=0.3,
-    gate_seeds=_GATE_SEEDS,
-)
 
 
 class BuildFailed(Exception):
@@ -162,10 +153,13 @@ def _convert(gguf: Path) -> None:
 
 
 def _build_moe(dense: Path, target: Path, console: Console) -> None:
+    from model.upcycling import Upcycling, upcycle  # here, because it needs torch and a router must not
+
+    recipe = Upcycling(8, 2, expert_noise=0.02, gate_scale=0.3, gate_seeds=GATE_SEEDS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"Writing {UPCYCLING.num_experts} experts per layer", total=len(UPCYCLING.gate_seeds))
-        upcycle(dense, target, UPCYCLING, lambda: progress.advance(task))
+        task = progress.add_task(f"Writing {recipe.num_experts} experts per layer", total=len(GATE_SEEDS))
+        upcycle(dense, target, recipe, lambda: progress.advance(task))
 
 
 def main() -> None:

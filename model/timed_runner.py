@@ -154,7 +154,8 @@ class TimedRunner:
         positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.uint64)
         token_ids = np.asarray(chunk.token_ids, dtype=np.uint64)
         links = _mix(token_ids * np.uint64(_FACTORS[0]) + positions * np.uint64(_GOLDEN))[:, None]  # [T, 1]
-        chains: Words = chain + _mix(links + self._layers.astype(np.uint64)).cumsum(axis=0, dtype=np.uint64)  # [T, L]
+        added = _mix(links + self._layers.astype(np.uint64))  # [T, L]
+        chains: Words = chain + added.cumsum(axis=0, dtype=np.uint64)
         words: Words = chains[:, :, None, None] ^ self._keys
         return words
 
@@ -164,9 +165,10 @@ class TimedRunner:
         return tuple(None if chunk.sampling is None else _certain(next(token_ids), chunk) for chunk in chunks)
 
     def _next_tokens(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Reads one word of each layer of each block. Slot, head and part move on with the length, so that each word is
-        read once in a while. Nothing is remembered from step to step: it would hide what happens to the cache."""
-        block_size, num_heads = self._layout.block_size, self._layout.num_kv_heads
+        """Reads one word of each layer of each block. Which one moves on with the length, first over the lanes (head
+        and part), then over the slots, so that each word has its turn within 2 * H * B steps. Nothing is remembered
+        from step to step: it would hide what happens to the cache."""
+        block_size, num_lanes = self._layout.block_size, self._layout.num_kv_heads * 2
         lengths = np.array([len(chunk.history) for chunk in chunks])
         num_blocks = -(-lengths // block_size)
         starts = np.cumsum(num_blocks) - num_blocks
@@ -174,9 +176,9 @@ class TimedRunner:
         index = np.arange(num_blocks.sum())[:, None] - np.repeat(starts, num_blocks)[:, None]
         blocks = np.concatenate([chunk.block_ids[:n] for chunk, n in zip(chunks, num_blocks.tolist(), strict=True)])
         turn = length + index + self._layers  # [*, L]
-        slots = turn % np.minimum(block_size, length - index * block_size)
-        lanes = turn // num_heads % 2 + turn % num_heads * 2  # head and part
-        rows = ((self._layers * self.num_blocks + blocks[:, None]) * num_heads * 2 + lanes) * block_size + slots
+        slots = turn // num_lanes % np.minimum(block_size, length - index * block_size)
+        blocks = self._layers * self.num_blocks + blocks[:, None]
+        rows = (blocks * num_lanes + turn % num_lanes) * block_size + slots
         words = self._cache.reshape(-1).take(rows * self._cache.shape[-1])  # much cheaper than an index per dimension
         keyed = words + (index * len(self._layers) + self._layers).astype(np.uint64) * np.uint64(_GOLDEN)
         sums = np.add.reduceat(_mix(keyed).sum(axis=1, dtype=np.uint64), starts)
@@ -197,7 +199,7 @@ def expected_tokens(
     """What a TimedRunner must say after `prompt` if nobody touched its cache, worked out without any cache.
 
     `seed` is the sampling seed, or 0 for greedy."""
-    num_layers, num_heads, block_size = layout.num_layers, layout.num_kv_heads, layout.block_size
+    num_layers, num_lanes, block_size = layout.num_layers, layout.num_kv_heads * 2, layout.block_size
     ids = _sampled_ids(vocab_size, never_sampled).tolist()
     tokens: list[int] = []
     chains = [[0] for _ in range(num_layers)]
@@ -209,8 +211,8 @@ def expected_tokens(
         for index in range(-(-length // block_size)):
             for layer, chain in enumerate(chains):
                 turn = length + index + layer
-                position = index * block_size + turn % min(block_size, length - index * block_size)
-                key = _mix_int((layer * num_heads + turn % num_heads) * 2 + turn // num_heads % 2 + 1)
+                position = index * block_size + turn // num_lanes % min(block_size, length - index * block_size)
+                key = _mix_int(layer * num_lanes + turn % num_lanes + 1)
                 total += _mix_int((chain[position + 1] ^ key) + (index * num_layers + layer) * _GOLDEN)
         tokens.append(ids[_mix_int(total + _mix_int(seed) + length) % len(ids)])
         if len(tokens) == num_tokens:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.backend import TorchBackend
+from model.backend import choose_backend
 from model.checkpoint import map_weights, model_digest
 from model.config import DTYPES, ModelConfig
 from model.kv_cache import PagedKVCache, available_bytes, check_memory, num_blocks_that_fit
@@ -75,9 +75,9 @@ class TorchRunner:
         )
         weights = map_weights(folder, config)
         cache = _cache(layout, num_blocks, kv_cache_bytes, config, weights, torch.device(device))
-        backend = TorchBackend(getattr(torch, dtype))
-        placed = {name: tensor.to(device, getattr(torch, dtype)) for name, tensor in weights.items()}
-        return cls(config, Transformer(config, placed, backend, cache), cache, backend.name)
+        backend = choose_backend(kernels, config, torch.device(device), getattr(torch, dtype))
+        weights = {name: backend.place(tensor) for name, tensor in weights.items()}
+        return cls(config, Transformer(config, weights, backend, cache), cache, backend.name)
 
     @property
     def layout(self) -> KVLayout:

@@ -29,12 +29,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self.requests: set[str] = set()
-        self.num_requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._requests_running, self._calls_running = _Tally(), _Tally()
+
+    @property
+    def num_requests(self) -> int:
+        return self._requests_running.number
 
     async def no_requests(self) -> None:
-        await self._idle.wait()
+        await self._requests_running.is_zero.wait()
+
+    async def no_calls(self) -> None:
+        """Every handler has returned, from its `finally` too: gRPC's own stop does not wait for that."""
+        await self._calls_running.is_zero.wait()
 
     async def intercept_service(
         self,
@@ -71,26 +77,38 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _counted(self, method: str) -> Iterator[_Outcome]:
-        outcome, started_at, is_request = _Outcome(), time.monotonic(), method in self.requests
+        outcome, started_at = _Outcome(), time.monotonic()
+        tallies = [self._calls_running, self._requests_running] if method in self.requests else [self._calls_running]
         metrics.CALLS_IN_FLIGHT.labels(method).inc()
-        self._count(is_request)
+        for tally in tallies:
+            tally.add(1)
         try:
             yield outcome
         except asyncio.CancelledError:
             outcome.code = grpc.StatusCode.CANCELLED
             raise
         finally:
-            self._count(-is_request)
+            for tally in tallies:
+                tally.add(-1)
             metrics.CALLS_IN_FLIGHT.labels(method).dec()
             metrics.CALLS.labels(method, outcome.code.name).inc()
             metrics.CALL_SECONDS.labels(method).observe(time.monotonic() - started_at)
 
-    def _count(self, change: int) -> None:
-        self.num_requests += change
-        if self.num_requests:
-            self._idle.clear()
+
+class _Tally:
+    """A number that can be waited for to be zero."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_zero = asyncio.Event()
+        self.is_zero.set()
+
+    def add(self, change: int) -> None:
+        self.number += change
+        if self.number:
+            self.is_zero.clear()
         else:
-            self._idle.set()
+            self.is_zero.set()
 
 
 class _Outcome:

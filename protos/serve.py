@@ -87,7 +87,10 @@ class GrpcServer:
         await self._health.set(service, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Tells health checks, lets requests finish for up to `grace_s`, then cancels what is left and closes."""
+        """Tells health checks, lets requests finish for up to `grace_s`, then cancels what is left and closes.
+
+        When it returns, every handler has.
+        """
         await self._health.enter_graceful_shutdown()
         try:
             async with asyncio.timeout(grace_s):
@@ -96,6 +99,7 @@ class GrpcServer:
             pass  # these have had their time
         finally:
             await self._server.stop(None)
+            await self._calls.no_calls()
 
 
 class MetricsServer:

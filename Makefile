@@ -1,0 +1,67 @@
+# pdserve: everything a newcomer needs is `make demo`. Each target sets up .venv by itself, from requirements.lock.
+# PYTHON=... chooses the interpreter .venv is made with (3.11 or newer); ONCE=1 and PROMPT="..." are for `make demo`.
+
+PYTHON ?=
+ONCE ?=
+PROMPT ?=
+
+SHELL := /bin/bash
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+CANDIDATES := python3.11 python3.12 python3.13 python3.14 python3
+IS_NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
+
+.PHONY: help demo test lint format protos clean .venv
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv  ## a real chat model, on 1 prefill and 1 decode worker of this machine (ONCE=1: one prompt, then stop)
+	@$(BIN)/pdserve demo $(if $(ONCE),--once) $(if $(PROMPT),--prompt "$$PROMPT")
+
+test: lint  ## all checks: lint, then the tests
+	@$(BIN)/python -m pytest -q
+
+lint: .venv  ## ruff and mypy --strict
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check .
+	@$(BIN)/mypy
+
+format: .venv  ## lets ruff put the files in order
+	@$(BIN)/ruff check -q --fix .
+	@$(BIN)/ruff format -q .
+
+protos: .venv  ## writes the generated code anew, from protos/*.proto
+	@$(BIN)/python -m protos
+
+clean:  ## removes .venv and what the tools left (not the demo models: pdserve model build --help says where they are)
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+export PROMPT
+
+# The copies inside .venv are its stamps, written last: after an interruption, or when the lock or this folder's place has
+# changed, it is made again. pyproject.toml alone changes only the entry point.
+.venv:
+	@set -e; \
+	if ! { cmp -s requirements.lock .venv/requirements.lock && [ "$$(cat .venv/place)" = "$(CURDIR)" ] \
+			&& $(BIN)/python -c '' 2>/dev/null; }; then \
+		python=""; \
+		for name in $(or $(PYTHON),$(CANDIDATES)); do \
+			if "$$name" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then python=$$name; break; fi; \
+		done; \
+		[ -n "$$python" ] || { echo "pdserve needs Python 3.11 or newer with its venv module; none of these is:" \
+			"$(or $(PYTHON),$(CANDIDATES)). Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }; \
+		echo "Setting up .venv with $$($$python --version): $$(grep -c == requirements.lock) packages, some minutes" >&2; \
+		rm -rf .venv; \
+		"$$python" -m venv .venv; \
+		$(PIP) install --only-binary :all: -r requirements.lock; \
+		echo "$(CURDIR)" > .venv/place; \
+		cp requirements.lock .venv/requirements.lock; \
+	fi; \
+	if ! cmp -s pyproject.toml .venv/pyproject.toml; then \
+		$(PIP) install --no-deps --no-build-isolation -e .; \
+		cp pyproject.toml .venv/pyproject.toml; \
+		echo "Ready: .venv" >&2; \
+	fi

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table for people and one JSON line last."""

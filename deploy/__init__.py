@@ -1,0 +1,1 @@
+"""How processes are put together and run."""

@@ -1,0 +1,219 @@
+"""The command line: one small function per command. Imports what is heavy inside them, so that --help is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from deploy import options
+from deploy.logs import configure_logging
+from deploy.process import follow_parent
+
+if TYPE_CHECKING:
+    from deploy.conversation import Asking
+
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+
+_FORESEEN = (
+    ("deploy.process", "ProcessEnded"),
+    ("model.model_source", "ModelUnavailable"),
+    ("model.tokenizer", "TokenizerUnusable"),
+    ("protos.errors", "ServiceError"),
+)
+
+
+class Commands(click.Group):
+    """Turns what goes wrong below into one sentence on stderr and exit code 1; --debug shows where it came from."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
+        except Exception as error:
+            if context.params["debug"] or not _is_foreseen(error):
+                raise
+            raise click.ClickException(str(error) or type(error).__name__) from error
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """In the order of this file."""
+        return list(self.commands)
+
+
+def _is_foreseen(error: Exception) -> bool:
+    """Whether its message says what is wrong and what would be right. What was raised has been imported already."""
+    kinds = [(ValueError, OSError), *(getattr(sys.modules.get(module), name, ()) for module, name in _FORESEEN)]
+    return isinstance(error, tuple(kinds))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--debug", is_flag=True, help="Show tracebacks of errors.")
+@click.version_option(package_name="pdserve")
+def cli(debug: bool) -> None:
+    """Serves language models with prefill and decode on separate workers."""
+
+
+@cli.command()
+@options.model_option
+@click.option("--once", is_flag=True, help="Answer one prompt and end.")
+@click.option("--prompt", default="What is the capital of France?", show_default=True, help="The prompt for --once.")
+@options.threads_option
+def demo(model: str, once: bool, prompt: str, num_threads: int | None) -> None:
+    """Talk to a small chat model on this machine."""
+    from deploy.demo import run_demo
+    from deploy.local import ClusterConfig
+
+    run_demo(ClusterConfig(model=model, num_threads=num_threads), prompt if once else None, out, err)
+
+
+@cli.command()
+@options.model_option
+@click.option("--prefill", "num_prefill", type=int, help="Prefill workers.  [default: 1, or 0 with --colocated]")
+@click.option("--decode", "num_decode", type=int, help="Decode workers.  [default: 1, or 0 with --colocated]")
+@click.option("--colocated", "num_colocated", type=int, default=0, help="Workers that do both.")
+@options.host_option
+@options.port_option
+@options.threads_option
+@options.worker_options
+@options.drain_option
+@click.pass_context
+def up(context: click.Context, /, **settings: Any) -> None:
+    """Start a router and workers on this machine. Ctrl-C lets them finish and ends them all."""
+    from deploy.up import cluster_config, run_up
+
+    asyncio.run(run_up(cluster_config(context, settings), err))
+
+
+@cli.command()
+@options.model_option
+@options.router_option
+@click.option("--role", type=click.Choice(options.ROLES), default="both", show_default=True, help="Where it starts.")
+@options.host_option
+@click.option("--port", type=int, default=0, show_default=True, help="0 takes any that is free.")
+@click.option("--worker-id", default="", help="Unique at the router.  [default: from host name and process id]")
+@click.option("--metrics-port", type=int, help="Serve Prometheus metrics there; 0 takes any that is free.")
+@options.threads_option
+@options.worker_options
+@options.drain_option
+@options.log_option
+def worker(log_level: str, **settings: Any) -> None:
+    """Run one worker in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
+    follow_parent()
+    configure_logging(settings["worker_id"] or "worker", log_level)
+    from deploy.worker import WorkerConfig, serve_worker
+
+    asyncio.run(serve_worker(WorkerConfig(**settings)))
+
+
+@cli.command()
+@options.model_option
+@options.host_option
+@options.port_option
+@click.option("--metrics-port", type=int, help="Serve Prometheus metrics there; 0 takes any that is free.")
+@options.drain_option
+@options.log_option
+def router(log_level: str, **settings: Any) -> None:
+    """Run the router in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
+    follow_parent()
+    configure_logging("router", log_level)
+    from router.config import RouterConfig
+    from router.server import serve_router
+
+    asyncio.run(serve_router(RouterConfig(**settings)))
+
+
+@cli.command()
+@click.argument("prompt")
+@options.router_option
+@options.sampling_options
+@options.deadline_option
+@options.quiet_option
+def generate(prompt: str, **settings: Any) -> None:
+    """Let the model continue PROMPT."""
+    from deploy.conversation import generate_once
+
+    asyncio.run(generate_once(_asking(**settings), prompt))
+
+
+@cli.command()
+@click.argument("prompt", required=False)
+@options.router_option
+@options.sampling_options
+@options.deadline_option
+@options.quiet_option
+def chat(prompt: str | None, **settings: Any) -> None:
+    """Talk to the model, or ask it PROMPT once."""
+    from deploy.conversation import Conversation, talk
+
+    conversation = Conversation(_asking(**settings))
+    with asyncio.Runner() as runner:
+        if prompt is None:
+            talk(conversation, runner.run, err)
+        else:
+            runner.run(conversation.say(prompt))
+
+
+def _asking(router_address: str, deadline_s: float | None, quiet: bool, **sampling: Any) -> Asking:
+    from deploy.conversation import Asking
+    from protos.values import Sampling
+
+    return Asking(router_address, Sampling(**sampling), deadline_s, out, None if quiet else err)
+
+
+@cli.command()
+@options.router_option
+def status(router_address: str) -> None:
+    """List the workers: roles, queues, blocks."""
+    from deploy.status_view import print_status
+
+    asyncio.run(print_status(router_address, out))
+
+
+@cli.command()
+@click.argument("worker_id", metavar="WORKER")
+@click.argument("role", type=click.Choice(options.ROLES))
+@options.router_option
+def role(worker_id: str, role: str, router_address: str) -> None:
+    """Use WORKER for prefill, decode or both."""
+    from deploy.status_view import change_role
+
+    asyncio.run(change_role(router_address, worker_id, role, out))
+
+
+@cli.group()
+def model() -> None:
+    """Build the demo models."""
+
+
+@model.command()
+@click.argument("names", nargs=-1, metavar="[demo-dense|demo-moe]...")
+@click.option(
+    "--cache", type=click.Path(path_type=Path), help="Cache folder.  [env: PDSERVE_CACHE; default: ~/.cache/pdserve]"
+)
+def build(names: tuple[str, ...], cache: Path | None) -> None:
+    """Build demo models into the cache folder, unless they are there; print their folders."""
+    from model.demo_models import DEMO_MODELS, default_cache
+    from model.model_source import resolve_model
+
+    if unknown := set(names) - set(DEMO_MODELS):
+        raise click.UsageError(f"unknown: {', '.join(sorted(unknown))}; there are {' and '.join(DEMO_MODELS)}")
+    for name in names or DEMO_MODELS:
+        out.print(str(resolve_model(name, cache or default_cache())), soft_wrap=True)
+
+
+def main() -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # a peer that goes away is told by us, in our words
+    cli(prog_name="pdserve")
+
+
+if __name__ == "__main__":
+    main()

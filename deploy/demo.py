@@ -1,0 +1,42 @@
+"""`pdserve demo`: a chat model on one prefill and one decode worker of this machine, for somebody who sees it first."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from types import FrameType
+
+from rich.console import Console
+
+from deploy.conversation import Asking, Conversation, talk
+from deploy.local import ClusterConfig, LocalCluster
+from deploy.up import prepare_model, show_progress
+from protos.values import Sampling
+
+SAMPLING = Sampling(temperature=0.2, top_p=0.9, max_tokens=400)
+SAMPLING_ONCE = Sampling(temperature=0, max_tokens=100)  # the same answer every time
+
+
+def run_demo(config: ClusterConfig, prompt: str | None, out: Console, about: Console) -> None:
+    """With a prompt it answers that and ends, else it lets the user talk. Leaves no process in either case."""
+    signal.signal(signal.SIGTERM, _leave)
+    about.print(f"pdserve demo: {config.model} on one prefill and one decode worker of this machine")
+    prepare_model(config.model)
+    with asyncio.Runner() as runner:
+        cluster = LocalCluster(config, lambda name, text: show_progress(about, name, text))
+        runner.run(cluster.start())
+        try:
+            if prompt is None:
+                asking = Asking(cluster.router_address, SAMPLING, out=out, about=about)
+                talk(Conversation(asking), runner.run, about)
+            else:
+                out.print(f"\n> {prompt}", markup=False)
+                asking = Asking(cluster.router_address, SAMPLING_ONCE, out=out, about=out)
+                runner.run(Conversation(asking).say(prompt))
+        finally:
+            runner.run(cluster.close())
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

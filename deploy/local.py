@@ -1,0 +1,254 @@
+"""A whole pdserve on this machine: router and workers as child processes, started, watched and ended together.
+
+Knows the command line of the children and the router's status; what a worker is made of is `deploy.worker`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from deploy.back_off import BackOff
+from deploy.process import ChildProcess, Command, ProcessEnded
+from protos.client import PdserveClient
+from protos.errors import ServiceError
+from protos.values import WorkerStatus
+
+ROUTER = "router"
+_ROOT = Path(__file__).resolve().parent.parent
+_POLL_S = 0.1
+_STATUS_S = 5.0
+
+Progress = Callable[[str, str], None]
+"""Called with a process's name and what became of it, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """`num_threads` None shares the cores out evenly; arguments are given to every router or worker process."""
+
+    model: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_colocated: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0  # of the router; 0: any that is free
+    num_threads: int | None = None
+    router_arguments: Sequence[str] = ()
+    worker_arguments: Sequence[str] = ()
+    start_timeout_s: float = 300.0
+    stop_grace_s: float = 40.0
+
+    def __post_init__(self) -> None:
+        if min(self.num_prefill, self.num_decode, self.num_colocated) < 0 or self.num_workers == 0:
+            raise ValueError("a cluster has at least one worker: --prefill, --decode or --colocated must be above 0")
+        if self.num_colocated == 0 and (self.num_prefill == 0 or self.num_decode == 0):
+            raise ValueError("prefill and decode workers need each other: give at least one of each, or --colocated 1")
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.num_decode + self.num_colocated
+
+    @property
+    def worker_roles(self) -> dict[str, str]:
+        counts = {"prefill": self.num_prefill, "decode": self.num_decode, "both": self.num_colocated}
+        return {f"{'worker' if role == 'both' else role}-{i}": role for role, n in counts.items() for i in range(n)}
+
+    @property
+    def threads_per_worker(self) -> int:
+        return self.num_threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+
+
+class LocalCluster:
+    """`async with LocalCluster(config) as cluster:` enters when every worker is ready, and leaves no process behind."""
+
+    def __init__(self, config: ClusterConfig, progress: Progress = lambda name, text: None) -> None:
+        self.config = config
+        self.router_address = f"{config.host}:{_free_port(config.host, config.port)}"
+        self._progress = progress
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
+        self._processes: dict[str, ChildProcess] = {}
+        self._epochs: dict[str, str] = {}  # of the workers seen ready: a restarted one has another
+
+    async def __aenter__(self) -> LocalCluster:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Returns when every process is ready; failing that, it leaves none."""
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self._spawn(self._router_command())
+                for worker_id, role in self.config.worker_roles.items():
+                    await self._spawn(self._worker_command(worker_id, role))
+                await self._wait_for_router()
+                await self.wait_ready(self.config.worker_roles)
+        except TimeoutError:
+            await self.close()
+            raise TimeoutError(f"not every process was ready after {self.config.start_timeout_s:g} s") from None
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def log_folder(self) -> Path:
+        return Path(self._folder.name)
+
+    async def workers(self) -> dict[str, WorkerStatus]:
+        """The workers as the router has them now, by id."""
+        async with PdserveClient(self.router_address) as client:
+            status = await client.get_status(deadline_s=_STATUS_S)
+        return {worker.worker_id: worker for worker in status.workers}
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
+    def log_path(self, name: str) -> Path:
+        return self._processes[name].command.log_path
+
+    async def start_worker(self, worker_id: str, role: str, arguments: Sequence[str] = ()) -> None:
+        """Adds a worker, with arguments beside those all workers have, and waits until it is ready."""
+        await self._spawn(self._worker_command(worker_id, role, arguments))
+        await self.wait_ready([worker_id])
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL; returns when the process is gone."""
+        self._processes[name].kill()
+        await self._processes[name].wait()
+
+    def kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    async def stop(self, name: str) -> int:
+        """Drains and ends one process; returns its exit code."""
+        return await self._processes[name].stop(self.config.stop_grace_s)
+
+    async def restart(self, name: str) -> None:
+        """Starts a process that has ended again, under the same name, and waits until it is ready."""
+        await self._spawn(self._processes[name].command)
+        if name == ROUTER:
+            await self._wait_for_router()
+        else:
+            await self.wait_ready([name])
+
+    async def wait_ready(self, worker_ids: Iterable[str]) -> None:
+        """Raises ProcessEnded if one of them ends meanwhile."""
+        missing = set(worker_ids)
+        while True:
+            for worker_id in missing & (workers := await self._workers_if_any() or {}).keys():
+                worker = workers[worker_id]
+                if worker.state == "ready" and worker.epoch != self._epochs.get(worker_id):
+                    missing.remove(worker_id)
+                    self._epochs[worker_id] = worker.epoch
+                    self._progress(worker_id, f"ready   {worker.address}   {worker.num_blocks} blocks of KV cache")
+            if not missing:
+                return
+            for worker_id in missing:
+                self._raise_if_ended(worker_id)
+            await asyncio.sleep(_POLL_S)
+
+    async def supervise(self) -> None:
+        """Starts again what ends, as long as that helps; then raises ProcessEnded. Returns only by cancellation."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name in self._processes:
+                    tasks.create_task(self._keep_running(name))
+        except* ProcessEnded as ended:
+            raise ended.exceptions[0] from None
+
+    async def _keep_running(self, name: str) -> None:
+        back_off = BackOff()
+        while True:
+            started_at = time.monotonic()
+            await self._processes[name].wait()
+            ended = ProcessEnded(self._processes[name])
+            delay_s = back_off.after_run_of(time.monotonic() - started_at)
+            if delay_s is None:
+                raise ended
+            self._progress(name, f"{ended}\n  Starting it again in {delay_s:g} s.")
+            await asyncio.sleep(delay_s)
+            with suppress(ProcessEnded):  # seen above, at the next turn
+                await self.restart(name)
+
+    async def _wait_for_router(self) -> None:
+        while await self._workers_if_any() is None:
+            self._raise_if_ended(ROUTER)
+            await asyncio.sleep(_POLL_S)
+        self._progress(ROUTER, f"ready   {self.router_address}")
+
+    def _raise_if_ended(self, name: str) -> None:
+        if self._processes[name].exit_code is not None:
+            raise ProcessEnded(self._processes[name])
+
+    def _router_command(self) -> Command:
+        host, _, port = self.router_address.rpartition(":")
+        config = self.config
+        return self._command(
+            ROUTER, "router", "--model", config.model, "--host", host, "--port", port, *config.router_arguments
+        )
+
+    def _worker_command(self, worker_id: str, role: str, arguments: Sequence[str] = ()) -> Command:
+        own = ("--worker-id", worker_id, "--role", role, "--router", self.router_address, "--host", self.config.host)
+        threads = ("--num-threads", str(self.config.threads_per_worker))
+        shared = ("--model", self.config.model, *threads, *self.config.worker_arguments)
+        return self._command(worker_id, "worker", *own, *shared, *arguments)  # click takes the last of two
+
+    def _command(self, name: str, *arguments: str) -> Command:
+        """-P: a folder named `model` where the user happens to be must not be taken for ours."""
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
+            "OMP_NUM_THREADS": str(self.config.threads_per_worker),
+            "OMP_WAIT_POLICY": "passive",  # threads that spin between steps would take the cores of other workers
+        }
+        interpreter = (sys.executable, "-P", "-m", "deploy.cli")
+        return Command(name, (*interpreter, *arguments), self.log_folder / f"{name}.log", environment)
+
+    async def _spawn(self, command: Command) -> None:
+        self._processes[command.name] = await ChildProcess.start(command)
+
+    async def _workers_if_any(self) -> dict[str, WorkerStatus] | None:
+        """None while the router does not answer."""
+        try:
+            return await self.workers()
+        except ServiceError as error:
+            if not error.retryable:
+                raise
+            return None
+
+    async def close(self) -> None:
+        """The router first: it lets what is in flight finish, which needs the workers."""
+        try:
+            if ROUTER in self._processes:
+                await self.stop(ROUTER)
+            await asyncio.gather(*(self.stop(name) for name in self._processes if name != ROUTER))
+        finally:
+            self.kill_all()
+            self._folder.cleanup()
+
+
+def _free_port(host: str, port: int) -> int:
+    """The port, if it is free, or for 0 any that is: it has to be known early, and kept when the router restarts.
+
+    Asked before anything is started: workers must not register with another router that happens to be there.
+    """
+    try:
+        with socket.create_server((host, port)) as server:
+            free: int = server.getsockname()[1]
+            return free
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port, or 0 for any") from error

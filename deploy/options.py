@@ -1,0 +1,120 @@
+"""The flags that several commands share, each described once. Limits are checked where the value is used, not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from deploy.logs import LEVELS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RUNNERS = ("torch", "timed")
+ROLES = ("prefill", "decode", "both")
+DEFAULT_ROUTER = "127.0.0.1:8500"
+
+
+def group_of(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator that adds the options in the order given."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def setting(flag: str, **attributes: Any) -> Callable[[F], F]:
+    """An option whose flag spells the field it sets: --block-size sets block_size."""
+    return click.option(flag, show_default=True, **attributes)
+
+
+model_option = setting(
+    "--model",
+    default="demo-moe",
+    envvar="PDSERVE_MODEL",
+    help="demo-moe, demo-dense, a folder in Hugging Face's format, or a Hugging Face id.",
+)
+router_option = click.option(
+    "--router",
+    "router_address",
+    metavar="HOST:PORT",
+    default=DEFAULT_ROUTER,
+    envvar="PDSERVE_ROUTER",
+    show_default=True,
+    show_envvar=True,
+    help="Where the router is.",
+)
+log_option = setting("--log-level", type=click.Choice(LEVELS), default="info", help="What is said on stderr.")
+port_option = setting("--port", type=int, default=8500, help="Port of the router; 0 takes any that is free.")
+host_option = setting("--host", default="127.0.0.1", help="Address to listen at.")
+
+worker_options = group_of(
+    setting("--runner", type=click.Choice(RUNNERS), default="torch", help="timed computes nothing and takes its time."),
+    setting("--kv-cache-gb", type=float, help="Memory of the KV cache.  [default: a share of what is free]"),
+    setting("--num-blocks", type=int, help="Size of the KV cache in blocks, instead of --kv-cache-gb."),
+    setting("--block-size", type=int, default=16, help="Tokens in a block."),
+    setting(
+        "--dtype", type=click.Choice(("auto", "float32", "bfloat16")), default="auto", help="auto: the model's own."
+    ),
+    setting("--max-step-tokens", type=int, default=512, help="Tokens computed in one step, at most."),
+    setting("--max-running", type=int, default=64, help="Sequences that decode at once, at most."),
+    setting("--lease-s", type=float, default=5.0, help="How long a hand-over may go without a sign of life."),
+    setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
+)
+drain_option = setting("--drain-s", type=float, default=30.0, help="How long what runs may go on after SIGTERM.")
+threads_option = click.option(
+    "--num-threads",
+    "--threads",
+    "num_threads",
+    type=int,
+    help="Compute threads.  [default: this machine's cores, shared out]",
+)
+
+sampling_options = group_of(
+    click.option("--temperature", type=float, help="0 takes the likeliest token.  [default: 1]"),
+    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens that sum to p."),
+    click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
+    click.option("--repetition-penalty", type=float, help="Above 1: avoid what prompt and answer contain."),
+    click.option("--presence-penalty", type=float, help="Above 0: avoid what the answer contains."),
+    click.option("--frequency-penalty", type=float, help="Above 0: the more, the more often it does."),
+    click.option("--seed", type=int, help="The same seed gives the same text.  [default: drawn]"),
+    click.option("--max-tokens", type=int, help="Length of the answer, at most.  [default: what the context leaves]"),
+    click.option("--min-tokens", type=int, help="Length of the answer, at least."),
+    click.option(
+        "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Ends the answer; may be repeated."
+    ),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's own end tokens."),
+)
+deadline_option = click.option("--deadline-s", type=float, help="Give up after this long.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the answer only.")
+
+
+WORKER_SETTINGS = frozenset(
+    (
+        "runner",
+        "kv_cache_gb",
+        "num_blocks",
+        "block_size",
+        "dtype",
+        "max_step_tokens",
+        "max_running",
+        "lease_s",
+        "timing",
+    )
+)
+
+
+def as_arguments(context: click.Context, names: Collection[str]) -> list[str]:
+    """The options of a command as they were given or by default, for a child process that has the same ones."""
+    arguments: list[str] = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name in names and value is not None:
+            arguments += [parameter.opts[0], str(value)]
+    return arguments

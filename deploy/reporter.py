@@ -1,0 +1,71 @@
+"""Keeps a worker registered with the router: one stream that says who it is, then how it fares; commands come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from protos import workers_pb2, workers_pb2_grpc
+from protos.channel import open_channel
+from protos.errors import from_rpc_error
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05  # how soon a change of load is reported
+_AT_LEAST_EVERY_S = 1.0
+_RETRY_S = 0.5
+
+
+class Reporter:
+    """`run` lasts as long as the worker. A router that is away is waited for; one that refuses this worker ends it."""
+
+    def __init__(
+        self,
+        router_address: str,
+        hello: workers_pb2.WorkerHello,
+        load: Callable[[], workers_pb2.WorkerLoad],
+    ) -> None:
+        self._router_address = router_address
+        self._hello = hello
+        self._load = load
+        self.role = hello.role
+        self.registered = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises the router's refusal (another model, another layout), which no retry would change."""
+        async with open_channel(self._router_address) as channel:
+            stub = workers_pb2_grpc.WorkersStub(channel)
+            while True:
+                try:
+                    await self._session(stub)
+                except grpc.aio.AioRpcError as error:
+                    refusal = from_rpc_error(error)
+                    if not refusal.retryable:
+                        raise refusal from None
+                    logger.info("router %s is away (%s); trying again", self._router_address, refusal)
+                self.registered.clear()
+                await asyncio.sleep(_RETRY_S)
+
+    async def _session(self, stub: workers_pb2_grpc.WorkersStub) -> None:
+        async for command in stub.Register(self._reports()):
+            self.registered.set()
+            if command.WhichOneof("command") == "set_role":
+                self.role = command.set_role
+
+    async def _reports(self) -> AsyncIterator[workers_pb2.WorkerReport]:
+        load = self._load()
+        yield workers_pb2.WorkerReport(hello=self._hello, load=load)
+        reported_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            current = self._load()
+            if current != load or time.monotonic() - reported_at > _AT_LEAST_EVERY_S:
+                load, reported_at = current, time.monotonic()
+                yield workers_pb2.WorkerReport(load=load)
+
+

@@ -1,0 +1,69 @@
+"""Makes the runner that a worker's flags ask for, and sizes its cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model.checkpoint import model_digest
+from model.config import ModelConfig
+from model.kv_layout import KVLayout
+from model.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from deploy.worker import WorkerConfig
+
+_GIB = 1 << 30
+_DEFAULT_SHARE = 1 / 8  # of the memory that is free; other workers start on the same machine at the same time
+
+
+def load_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
+    """Raises ValueError, naming what would be right, if the model cannot be run or its cache does not fit."""
+    return _timed_runner(config, folder) if config.runner == "timed" else _torch_runner(config, folder)
+
+
+def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
+    import torch
+
+    from model.kv_cache import available_bytes
+    from model.torch_runner import TorchRunner
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kv_cache_bytes: int | None = None
+    if config.kv_cache_gb is not None:
+        kv_cache_bytes = int(config.kv_cache_gb * _GIB)
+    elif config.num_blocks is None:
+        share = 0.8 if device == "cuda" else _DEFAULT_SHARE
+        kv_cache_bytes = int(available_bytes(torch.device(device)) * share)
+    return TorchRunner.load(
+        folder,
+        num_blocks=config.num_blocks,
+        kv_cache_bytes=kv_cache_bytes if config.num_blocks is None else None,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        device=device,
+        num_threads=config.num_threads,
+    )
+
+
+def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
+    from model.timed_runner import StepTiming, TimedRunner
+    from model.tokenizer import Tokenizer
+
+    model = ModelConfig.from_folder(folder)
+    layout = KVLayout(
+        model_digest=model_digest(folder),
+        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+    )
+    cache_bytes = int((config.kv_cache_gb or 1.0) * _GIB)
+    return TimedRunner(
+        layout,
+        config.num_blocks or max(1, cache_bytes // layout.block_bytes),
+        StepTiming() if config.timing is None else StepTiming.load(config.timing),
+        vocab_size=model.vocab_size,
+        never_sampled=Tokenizer.load(folder).eos_token_ids,
+    )

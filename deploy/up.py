@@ -1,0 +1,72 @@
+"""`pdserve up`: a cluster on this machine from its first process to its last, told on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.console import Console
+
+from deploy import options
+from deploy.local import ClusterConfig, LocalCluster
+from deploy.signals import ended_by_signals
+
+_NAME_WIDTH = 12
+
+
+def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> ClusterConfig:
+    """From the options of `pdserve up`: one prefill and one decode worker, unless something else was asked for."""
+    default = 0 if settings["num_colocated"] else 1
+    counts = {name: settings[name] for name in ("num_prefill", "num_decode") if settings[name] is not None}
+    drain = options.as_arguments(context, ["drain_s"])
+    return ClusterConfig(
+        **{"num_prefill": default, "num_decode": default, **counts},
+        num_colocated=settings["num_colocated"],
+        model=settings["model"],
+        host=settings["host"],
+        port=settings["port"],
+        num_threads=settings["num_threads"],
+        router_arguments=drain,
+        worker_arguments=[*options.as_arguments(context, options.WORKER_SETTINGS), *drain],
+        stop_grace_s=settings["drain_s"] + 10,
+    )
+
+
+async def run_up(config: ClusterConfig, console: Console) -> None:
+    prepare_model(config.model)
+    cluster = LocalCluster(config, lambda name, text: show_progress(console, name, text))
+    with ended_by_signals(again=cluster.kill_all):
+        async with cluster:
+            console.print(how_to_call(cluster), soft_wrap=True)
+            await cluster.supervise()
+    console.print("Stopped.")
+
+
+def prepare_model(name: str) -> None:
+    """Has a demo model built, or one from a hub downloaded, before processes would do so where nobody sees it.
+
+    Raises ModelUnavailable.
+    """
+    from model.demo_models import default_cache
+    from model.model_source import resolve_model
+
+    resolve_model(name, default_cache())
+
+
+def show_progress(console: Console, name: str, text: str) -> None:
+    console.print(f"  {name:<{_NAME_WIDTH}}{text}", soft_wrap=True)
+
+
+def how_to_call(cluster: LocalCluster) -> str:
+    address = cluster.router_address
+    router = "" if address == options.DEFAULT_ROUTER else f" --router {address}"
+    return f"""
+{cluster.config.model} is served at {address}. In another terminal:
+
+  pdserve chat{router}
+  pdserve generate "Once upon a time"{router}
+  pdserve status{router}
+
+Ctrl-C stops it. What the processes say is in {cluster.log_folder}.
+"""

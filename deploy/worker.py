@@ -1,0 +1,255 @@
+"""The worker process put together: one runner, one block pool, one transfer agent, one engine loop, both gRPC services."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from decode.service import DecodeService
+from deploy import worker_metrics
+from deploy.reporter import Reporter
+from deploy.runners import load_runner
+from deploy.step_meter import StepMeter
+from kvtransfer.messages import layout_to_proto
+from kvtransfer.nixl_agent import NixlAgent
+from kvtransfer.sender import Sender
+from kvtransfer.ticket import PeerDescription
+from model.block_pool import BlockPool
+from model.checkpoint import tokenizer_digest
+from model.demo_models import default_cache
+from model.engine import Engine
+from model.model_source import resolve_model
+from model.runner import Chunk, ModelRunner, StepOutput
+from model.tokenizer import Tokenizer
+from prefill.service import PrefillService
+from protos import decode_pb2_grpc, prefill_pb2_grpc, workers_pb2
+from protos.channel import open_channel
+from protos.errors import ServiceError
+from protos.serve import GrpcServer, serve_metrics
+
+logger = logging.getLogger(__name__)
+
+_ROLES = {
+    "prefill": workers_pb2.ROLE_PREFILL,
+    "decode": workers_pb2.ROLE_DECODE,
+    "both": workers_pb2.ROLE_BOTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The flags of `pdserve worker`. `num_blocks` or `kv_cache_gb` size the cache; without either it is a share of memory."""
+
+    model: str
+    router_address: str
+    role: str = "both"
+    host: str = "127.0.0.1"
+    port: int = 0
+    worker_id: str = ""
+    metrics_port: int | None = None
+    num_threads: int | None = None
+    runner: str = "torch"
+    kv_cache_gb: float | None = None
+    num_blocks: int | None = None
+    block_size: int = 16
+    dtype: str = "auto"
+    max_step_tokens: int = 512
+    max_running: int = 64
+    lease_s: float = 5.0
+    drain_s: float = 30.0
+    timing: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "num_blocks", "block_size", "max_step_tokens", "max_running"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if self.lease_s <= 0 or self.drain_s < 0:
+            raise ValueError("--lease-s must be above 0, --drain-s at least 0")
+        if self.role not in _ROLES:
+            raise ValueError(f"--role is {self.role!r}; it must be one of {', '.join(_ROLES)}")
+
+
+async def serve_worker(config: WorkerConfig) -> None:
+    """Runs a worker until SIGTERM or SIGINT, then drains it. A second signal ends it at once.
+
+    Raises what made it end otherwise: a model that cannot be read, a port in use, the router's refusal.
+    """
+    folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
+    runner = await asyncio.to_thread(load_runner, config, folder)
+    worker = Worker(config, folder, runner)
+    try:
+        await worker.serve()
+    except* (ServiceError, OSError) as errors:
+        raise errors.exceptions[0] from None
+
+
+class Worker:
+    """Made on the event loop. Owns every task and thread of the process."""
+
+    def __init__(self, config: WorkerConfig, folder: Path, runner: ModelRunner) -> None:
+        self._config = config
+        self._runner = runner
+        self._epoch = secrets.token_hex(8)
+        self._worker_id = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._is_draining = False
+        self._meter = StepMeter()
+        self._pool = BlockPool(runner.num_blocks)
+        self._agent = NixlAgent(
+            f"{self._worker_id}-{self._epoch}",
+            runner.cache_address,
+            runner.num_blocks * runner.layout.block_bytes,
+            runner.cache_device_id,
+        )
+        self._sender = Sender(
+            self._agent,
+            self._pool,
+            runner.layout,
+            runner.cache_address,
+            runner.num_blocks,
+            self._worker_id,
+            self._epoch,
+            open_channel,
+        )
+        tokenizer = Tokenizer.load(folder)
+        self._prefill = PrefillService(
+            pool=self._pool, layout=runner.layout, sender=self._sender, tokenizer=tokenizer, wake=self._wake
+        )
+        self._decode = DecodeService(
+            pool=self._pool,
+            description=self._description(),
+            tokenizer=tokenizer,
+            max_running=config.max_running,
+            lease_s=config.lease_s,
+            wake=self._wake,
+        )
+        self._engine = Engine(
+            runner,
+            [self._decode.scheduler, self._prefill.scheduler],
+            max_step_tokens=config.max_step_tokens,
+            observe=self._observe,
+        )
+        self._pool.on_release = self._wake
+        self._server = GrpcServer(config.host, config.port)
+        self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._prefill)
+        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._decode)
+        self._tokenizer_digest = tokenizer_digest(folder)
+
+    async def serve(self) -> None:
+        """Returns when it has been told to stop and has drained. What its tasks raise comes as an exception group."""
+        async with AsyncExitStack() as stack:
+            metrics_address = self._watch(stack)
+            await self._server.start()
+            stack.push_async_callback(self._close)
+            reporter = Reporter(self._config.router_address, self._hello(metrics_address), self._load)
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._engine.run()),
+                    tasks.create_task(self._decode.receiver.run()),
+                    tasks.create_task(reporter.run()),
+                ]
+                logger.info("worker %s serves at %s", self._worker_id, self._server.address)
+                await self._drained_after_signal()
+                for task in running:
+                    task.cancel()
+
+    async def _drained_after_signal(self) -> None:
+        told_to_stop, told_again = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def receive() -> None:
+            (told_again if told_to_stop.is_set() else told_to_stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, receive)
+        await told_to_stop.wait()
+        self._is_draining = True
+        logger.info("draining: %d requests are in flight", self._server.num_requests)
+        stopping = asyncio.create_task(self._server.stop(self._config.drain_s))
+        again = asyncio.create_task(told_again.wait())
+        await asyncio.wait([stopping, again], return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if not stopping.done():
+            stopping.cancel()
+        await asyncio.wait([stopping, again])
+
+    async def _close(self) -> None:
+        await self._server.stop()
+        await self._prefill.close()
+        self._decode.close()
+        await self._sender.close()
+        self._agent.close()
+
+    def _wake(self) -> None:
+        self._engine.wake()
+
+    def _observe(self, chunks: list[Chunk], output: StepOutput) -> None:
+        self._meter.observe(chunks, output)
+        worker_metrics.observe_step(chunks, output)
+
+    def _watch(self, stack: AsyncExitStack) -> str:
+        """Exports metrics, and serves them if asked to; returns where."""
+        prefill, decode = self._prefill.scheduler, self._decode.scheduler
+        worker_metrics.watch_blocks(self._pool, lambda: self._decode.receiver.num_quarantined_blocks)
+        worker_metrics.watch_queue(
+            lambda: self._load().queued_prefill_tokens,
+            {
+                ("prefill", "waiting"): lambda: prefill.num_waiting,
+                ("prefill", "running"): lambda: prefill.num_running,
+                ("decode", "waiting"): lambda: decode.num_waiting,
+                ("decode", "running"): lambda: decode.num_running,
+            },
+        )
+        if self._config.metrics_port is None:
+            return ""
+        server = serve_metrics(self._config.host, self._config.metrics_port)
+        stack.callback(server.close)
+        return server.address
+
+    def _description(self) -> PeerDescription:
+        return PeerDescription(
+            epoch=self._epoch,
+            agent_name=self._agent.name,
+            agent_metadata=self._agent.metadata(),
+            layout=self._runner.layout,
+            num_blocks=self._runner.num_blocks,
+            base_address=self._runner.cache_address,
+            device_id=self._runner.cache_device_id,
+        )
+
+    def _hello(self, metrics_address: str) -> workers_pb2.WorkerHello:
+        return workers_pb2.WorkerHello(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            address=self._server.address,
+            role=_ROLES[self._config.role],
+            flippable=True,
+            model_name=self._config.model,
+            tokenizer_digest=self._tokenizer_digest,
+            layout=layout_to_proto(self._runner.layout),
+            num_blocks=self._runner.num_blocks,
+            runner=self._config.runner,
+            kernels=self._runner.kernels,
+            metrics_address=metrics_address,
+        )
+
+    def _load(self) -> workers_pb2.WorkerLoad:
+        prefill, decode = self._prefill.scheduler, self._decode.scheduler
+        return workers_pb2.WorkerLoad(
+            state=workers_pb2.WORKER_STATE_DRAINING if self._is_draining else workers_pb2.WORKER_STATE_READY,
+            queued_prefill_tokens=prefill.num_queued_tokens + decode.num_queued_prefill_tokens,
+            num_waiting=prefill.num_waiting + decode.num_waiting,
+            num_running=prefill.num_running + decode.num_running,
+            num_free_blocks=self._pool.num_free,
+            num_used_blocks=self._pool.num_used,
+            num_quarantined_blocks=self._decode.receiver.num_quarantined_blocks,
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_step_s=self._meter.decode_step_s,
+        )

@@ -1,0 +1,81 @@
+#include "kernels.h"
+
+enum { TILE = 6, K_BLOCK = 768, AHEAD = 32 };
+
+/* One vector of K: m x n products of eight. The barrier keeps x in its register: reloading it n times costs more. */
+INLINE void step(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, __m256 *sum) {
+    __m256 weights[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < n; j++) weights[j] = load8(type, w + j * ldw);
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++) {
+        __m256 v = _mm256_loadu_ps(x + i * ldx);
+        __asm__("" : "+x"(v));
+#pragma GCC unroll 8
+        for (int j = 0; j < n; j++) sum[i * n + j] = _mm256_fmadd_ps(v, weights[j], sum[i * n + j]);
+    }
+}
+
+INLINE __m128 sum4(const __m256 *v) {
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+
+/* m rows of x times n rows of w, ldw bytes apart. Rows of w that come next are fetched meanwhile: the hardware does not
+ * see that far. */
+INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, long K, float *y, long ldy, int add) {
+    const long size = bytes_of(type);
+    __m256 sum[12];
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) sum[i] = _mm256_setzero_ps();
+    long k = 0;
+    for (; k + AHEAD <= K; k += AHEAD) {
+#pragma GCC unroll 8
+        for (int j = 0; j < n; j++) _mm_prefetch(w + (n + j) * ldw + k * size, _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int i = 0; i < AHEAD; i += 8) step(type, m, n, x + k + i, ldx, w + (k + i) * size, ldw, sum);
+    }
+    for (; k + 8 <= K; k += 8) step(type, m, n, x + k, ldx, w + k * size, ldw, sum);
+    if (k < K) {
+        float last_x[TILE * 8] = {0};
+        char last_w[8 * 32] = {0};
+        for (int i = 0; i < m; i++) memcpy(last_x + i * 8, x + i * ldx + k, (K - k) * sizeof(float));
+        for (int j = 0; j < n; j++) memcpy(last_w + j * 32, w + j * ldw + k * size, (K - k) * size);
+        step(type, m, n, last_x, 8, last_w, 32, sum);
+    }
+    float product[12];
+#pragma GCC unroll 3
+    for (int i = 0; i < m * n; i += 4) _mm_storeu_ps(product + i, sum4(sum + i));
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < n; j++) y[i * ldy + j] = add ? y[i * ldy + j] + product[i * n + j] : product[i * n + j];
+}
+
+/* m rows of x times all N rows of w, n at a time: m * n sums fit the registers. */
+typedef void rows_of_x(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy, int add);
+#define ROWS(type, m, n)                                                                                                  \
+    static void rows_##type##_##m(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy, \
+                                  int add) {                                                                              \
+        long j = 0;                                                                                                       \
+        for (; j + n <= N; j += n) tile(type, m, n, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                        \
+        for (; j < N; j++) tile(type, m, 1, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                                \
+    }
+#define ALL_ROWS(type) ROWS(type, 1, 8) ROWS(type, 2, 4) ROWS(type, 3, 4) ROWS(type, 4, 3) ROWS(type, 5, 2) ROWS(type, 6, 2)
+#define NAMES(type) {rows_##type##_1, rows_##type##_2, rows_##type##_3, rows_##type##_4, rows_##type##_5, rows_##type##_6}
+ALL_ROWS(F32)
+ALL_ROWS(BF16)
+ALL_ROWS(F16)
+static rows_of_x *const rows[3][TILE] = {NAMES(F32), NAMES(BF16), NAMES(F16)};
+
+void multiply(int type, const float *x, long ldx, long M, const char *w, long N, long K, float *y, long ldy, int add) {
+    const long size = bytes_of(type), num_tiles = (M + TILE - 1) / TILE, num_blocks = (K + K_BLOCK - 1) / K_BLOCK;
+    const long block = ((K + num_blocks - 1) / num_blocks + AHEAD - 1) & -AHEAD; /* a tile of x stays in the first cache */
+    for (long k = 0; k < K; k += block) {
+        for (long i = 0; i < num_tiles; i++) {
+            long first = M * i / num_tiles, m = M * (i + 1) / num_tiles - first;
+            rows[type][m - 1](x + first * ldx + k, ldx, w + k * size, N, K * size, MIN(block, K - k), y + first * ldy, ldy,
+                              add || k > 0);
+        }
+    }
+}

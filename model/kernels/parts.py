@@ -1,0 +1,156 @@
+"""The parts of a transformer computed by the C kernels: activations in float32, weights in place as the checkpoint has them.
+
+Each part keeps the tensors that its pointers point into. Letters as in `model.linear`, `model.attention` and `model.moe`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.attention import HeadNorms
+from model.config import ModelConfig
+from model.kernels.library import load
+from model.kv_cache import PagedKVCache
+from model.moe import Expert
+from model.step_input import StepInput
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAX_HEAD_DIM = 256
+MAX_GROUP = 48
+TOKENS_AT_ONCE = 512  # through the feed-forward net: bounds its scratch memory
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+_SIGNATURES = {
+    "linear": (_P, _L, _L, _I, _I, _P, _P, _P, _P, _I, _I),
+    "rms_norm": (_P, _P, _F, _L, _L, _P, _I),
+    "feed_forward": (_P, _L, _L, _L, _I, _P, _P, _P, _P, _P, _I),
+    "mixture": (_P, _L, _L, _L, _L, _I, _I, _P, _P, _P, _P, _P, _P, _P, _I),
+    "store": (_P, _L, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _I, _P, _P, _I),
+    "attention": (_P, _L, _L, _L, _L, _I, _P, _L, _P, _P, _P, _L, _P, _I),
+}
+
+
+def library() -> ctypes.CDLL:
+    kernels = load()
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(kernels, name)
+        function.argtypes, function.restype = arguments, None
+    return kernels
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (_P * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+
+
+def _floats(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
+
+
+class KernelLinear:
+    def __init__(self, kernels: ctypes.CDLL, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._call = kernels.linear
+        self._kept = [weight.contiguous() for weight in weights], [_floats(bias) for bias in biases]
+        sizes = [weight.shape[0] for weight in weights]
+        self._weights, self._biases = (_pointers(tensors) for tensors in self._kept)
+        self._sizes = (_L * len(sizes))(*sizes)
+        self._num_outputs = sum(sizes)
+        self._type = TYPES[weights[0].dtype]
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        num_tokens, num_inputs = x.shape
+        y = x.new_empty(num_tokens, self._num_outputs) if add_to is None else add_to
+        parts = len(self._sizes), self._weights, self._biases, self._sizes
+        add = add_to is not None
+        self._call(x.data_ptr(), num_tokens, num_inputs, self._type, *parts, y.data_ptr(), add, torch.get_num_threads())
+        return y
+
+
+class KernelNorm:
+    def __init__(self, kernels: ctypes.CDLL, weight: Tensor, eps: float) -> None:
+        self._call = kernels.rms_norm
+        self._weight = weight.float().contiguous()
+        self._weight_pointer = self._weight.data_ptr()
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        sizes = x.shape
+        self._call(x.data_ptr(), self._weight_pointer, self._eps, *sizes, y.data_ptr(), torch.get_num_threads())
+        return y
+
+
+class KernelFeedForward:
+    def __init__(self, kernels: ctypes.CDLL, expert: Expert) -> None:
+        self._call = kernels.feed_forward
+        self._kept = [matrix.contiguous() for matrix in (expert.gate, expert.up, expert.down)]
+        self._matrices = [matrix.data_ptr() for matrix in self._kept]
+        self._sizes = expert.gate.shape[1], expert.gate.shape[0], TYPES[expert.gate.dtype]  # K, I
+
+    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
+        scratch = x.new_empty(2 * min(len(x), TOKENS_AT_ONCE) * self._sizes[1])
+        for piece, target in zip(x.split(TOKENS_AT_ONCE), add_to.split(TOKENS_AT_ONCE), strict=True):
+            end = scratch.data_ptr(), target.data_ptr(), torch.get_num_threads()
+            self._call(piece.data_ptr(), len(piece), *self._sizes, *self._matrices, *end)
+        return None
+
+
+class KernelMoE:
+    def __init__(
+        self, kernels: ctypes.CDLL, experts: Sequence[Expert], router: Tensor, num_experts_per_token: int
+    ) -> None:
+        self._call = kernels.mixture
+        self._num_per_token = num_experts_per_token
+        self._router = router.contiguous()
+        matrices = ([getattr(expert, name).contiguous() for expert in experts] for name in ("gate", "up", "down"))
+        self._kept = list(matrices)
+        self._matrices = self._router.data_ptr(), *(_pointers(tensors) for tensors in self._kept)
+        num_inner, num_inputs = experts[0].gate.shape
+        self._sizes = num_inputs, num_inner, len(experts), num_experts_per_token, TYPES[router.dtype]
+
+    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
+        num_inputs, num_inner, num_experts, per_token, _ = self._sizes
+        row = per_token * (2 * num_inputs + 2 * num_inner + 3) + num_experts
+        work = x.new_empty(min(len(x), TOKENS_AT_ONCE) * row)
+        load = torch.empty((-(-len(x) // TOKENS_AT_ONCE), num_experts), dtype=torch.int64)
+        pieces = zip(x.split(TOKENS_AT_ONCE), add_to.split(TOKENS_AT_ONCE), load, strict=True)
+        for piece, target, counts in pieces:
+            end = work.data_ptr(), counts.data_ptr(), target.data_ptr(), torch.get_num_threads()
+            self._call(piece.data_ptr(), len(piece), *self._sizes, *self._matrices, *end)
+        return load.sum(dim=0)
+
+
+class KernelAttention:
+    """Reads the paged cache in place; one online softmax for decode and prefill alike."""
+
+    def __init__(
+        self, kernels: ctypes.CDLL, config: ModelConfig, cache: PagedKVCache, head_norms: Sequence[HeadNorms | None]
+    ) -> None:
+        self._store, self._attend = kernels.store, kernels.attention
+        self._norms = [(None, None) if norms is None else (_floats(norms.query), _floats(norms.key)) for norms in head_norms]
+        self._eps = config.norm_eps
+        self._shape = config.num_heads, config.num_kv_heads, config.head_dim, cache.layout.block_size
+        self._type = TYPES[cache.memory.dtype]
+        self._layers = [layer.data_ptr() for layer in cache.memory]
+        self._cache = cache
+
+    def store(self, layer: int, qkv: Tensor, step: StepInput) -> Tensor:
+        queries = qkv.new_empty(step.num_tokens, self._shape[0], self._shape[2])
+        angles = step.cosines.data_ptr(), step.sines.data_ptr()
+        norms = (None if weight is None else weight.data_ptr() for weight in self._norms[layer])
+        cache = step.slots.data_ptr(), self._type, self._layers[layer]
+        end = queries.data_ptr(), torch.get_num_threads()
+        self._store(qkv.data_ptr(), step.num_tokens, *self._shape, *angles, *norms, self._eps, *cache, *end)
+        return queries
+
+    def attend(self, layer: int, queries: Tensor, step: StepInput) -> Tensor:
+        output = torch.empty_like(queries)
+        num_chunks, table_len = step.block_tables.shape
+        chunks = num_chunks, step.query_starts.data_ptr(), step.context_lens.data_ptr(), step.block_tables.data_ptr()
+        cache = self._type, self._layers[layer]
+        end = output.data_ptr(), torch.get_num_threads()
+        self._attend(queries.data_ptr(), *self._shape, *cache, *chunks, table_len, *end)
+        return output.view(step.num_tokens, -1)

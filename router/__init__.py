@@ -1,0 +1,1 @@
+"""Tokenizes, places, relays, retries; knows the workers and their roles."""

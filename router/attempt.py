@@ -1,0 +1,204 @@
+"""One attempt at a request on the workers it was placed on: opens both legs, orders what comes, closes both.
+
+Tokens are bytes of `GenerateResponse`, passed on as they came; nothing here looks into those of the decode worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
+from protos.channel import bytes_stream
+from protos.errors import ServiceError, WorkerLost, from_rpc_error, is_connection_failure
+from router.links import Links
+from router.messages import decode_request, prefill_request
+from router.placement import Candidate, Placement, WorkerId
+from router.validation import Request
+
+DECODE_METHOD = "/pdserve.v1.Decode/Decode"
+_STATISTICS_S = 1.0  # for prefill's, when the answer is complete already: it goes without them
+
+Messages: TypeAlias = AsyncGenerator[bytes, None]
+DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[bytes, bytes]"
+
+
+class AttemptFailed(Exception):
+    """A leg failed. `is_connection`: the worker said nothing, it is gone or going."""
+
+    def __init__(self, error: ServiceError, worker_id: WorkerId, *, is_connection: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.worker_id = worker_id
+        self.is_connection = is_connection
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """`token_ids` are the prompt and what was emitted before. `timeout_s` bounds both legs."""
+
+    request: Request
+    attempt_id: str
+    token_ids: Sequence[int]
+    placement: Placement
+    timeout_s: float | None
+    links: Links
+    started_at: float = field(default_factory=time.monotonic)
+    prefill_stats: prefill_pb2.PrefillStats | None = None
+
+    async def messages(self) -> Messages:
+        """Every message of the answer from here on. Raises AttemptFailed."""
+        prefill, decode = self.placement.prefill, self.placement.decode
+        if prefill is None and decode is not None:
+            legs = self._one_leg(decode)
+        elif prefill is not None and decode is None:
+            legs = self._prefill_alone(prefill)
+        elif prefill is not None and decode is not None:
+            legs = self._two_legs(prefill, decode)
+        else:
+            raise ValueError("a placement names at least one worker")
+        async with aclosing(legs):
+            async for raw in legs:
+                yield raw
+
+    async def _one_leg(self, worker: Candidate) -> Messages:
+        """Prefill and decode on the same worker."""
+        async with self._decode_call(worker, prefill_here=True) as call:
+            while (raw := await _read(call, worker)) is not None:
+                yield raw
+
+    async def _prefill_alone(self, worker: Candidate) -> Messages:
+        first = _first_token_future()
+        leg = asyncio.create_task(self._run_prefill(worker, None, first))
+        try:
+            token = await _first_token(first, leg)
+            yield token.SerializeToString()
+            await asyncio.wait([leg], timeout=_STATISTICS_S)
+        finally:
+            await _cancelled(leg)
+
+    async def _two_legs(self, prefill: Candidate, decode: Candidate) -> Messages:
+        """The first token as soon as prefill has it, then what decode sends, which may have come before it."""
+        first = _first_token_future()
+        async with self._decode_call(decode, prefill_here=False) as call:
+            leg = asyncio.create_task(self._run_prefill(prefill, decode, first))
+            second = asyncio.create_task(_read_second(call, decode))
+            try:
+                token = await _first_token(first, leg, second)
+                yield token.SerializeToString()
+                if token.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED:
+                    raw: bytes | None = await _handed_over(leg, second)
+                    while raw is not None:
+                        yield raw
+                        raw = await _read(call, decode)
+                else:
+                    call.cancel()
+                await asyncio.wait([leg], timeout=_STATISTICS_S)
+            finally:
+                call.cancel()
+                await _cancelled(leg, second)
+
+    @asynccontextmanager
+    async def _decode_call(self, worker: Candidate, *, prefill_here: bool) -> AsyncIterator[DecodeCall]:
+        request = decode_request(self.request, self.attempt_id, self.token_ids, prefill_here=prefill_here)
+        async with self.links.to(worker) as channel:
+            call = bytes_stream(channel, DECODE_METHOD)(request.SerializeToString(), timeout=self.timeout_s)
+            try:
+                yield call
+            finally:
+                call.cancel()  # nothing happens if it has ended
+
+    async def _run_prefill(
+        self, worker: Candidate, decode: Candidate | None, first: asyncio.Future[inference_pb2.GenerateResponse]
+    ) -> None:
+        """Fulfils `first`, and ends when the hand-over has. Raises AttemptFailed."""
+        request = prefill_request(self.request, self.attempt_id, self.token_ids, decode)
+        async with self.links.to(worker) as channel:
+            call = prefill_pb2_grpc.PrefillStub(channel).Prefill(request, timeout=self.timeout_s)
+            try:
+                with _leg(worker):
+                    async for response in call:
+                        if response.HasField("first_token") and not first.done():
+                            first.set_result(response.first_token)
+                        elif response.HasField("handed_over"):
+                            self.prefill_stats = response.handed_over
+            finally:
+                call.cancel()
+        if not first.done() or self.prefill_stats is None:
+            raise ended_early(worker)
+
+
+def _first_token_future() -> asyncio.Future[inference_pb2.GenerateResponse]:
+    return asyncio.get_running_loop().create_future()
+
+
+async def _first_token(
+    first: asyncio.Future[inference_pb2.GenerateResponse],
+    leg: asyncio.Task[None],
+    *other: asyncio.Task[bytes],
+) -> inference_pb2.GenerateResponse:
+    """Waits for prefill, and sees at once if a leg fails meanwhile."""
+    waiting: set[asyncio.Future[Any]] = {first, leg, *other}
+    while not first.done():
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            break
+        for ended in done:
+            ended.result()
+        waiting -= done
+    return first.result()
+
+
+async def _handed_over(leg: asyncio.Task[None], second: asyncio.Task[bytes]) -> bytes:
+    """Decode's first message. Until it comes, decode may wait for a hand-over that a failed prefill will not make."""
+    if not second.done():
+        await asyncio.wait([leg, second], return_when=asyncio.FIRST_COMPLETED)
+    if not second.done():
+        leg.result()
+    return await second
+
+
+async def _read_second(call: DecodeCall, worker: Candidate) -> bytes:
+    """Decode never ends well without a message."""
+    raw = await _read(call, worker)
+    if raw is None:
+        raise ended_early(worker)
+    return raw
+
+
+async def _read(call: DecodeCall, worker: Candidate) -> bytes | None:
+    """The next message; None at the end."""
+    with _leg(worker):
+        raw = await call.read()
+    return raw if isinstance(raw, bytes) else None
+
+
+@contextmanager
+def _leg(worker: Candidate) -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        is_connection = is_connection_failure(error)
+        failure = from_rpc_error(error)
+        if is_connection:
+            failure = WorkerLost(f"worker {worker.id.name!r} is lost: {failure}")
+        raise AttemptFailed(failure, worker.id, is_connection=is_connection) from None
+
+
+def ended_early(worker: Candidate) -> AttemptFailed:
+    error = WorkerLost(f"worker {worker.id.name!r} ended its stream before the answer was complete")
+    return AttemptFailed(error, worker.id, is_connection=False)
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Ends tasks whose results nobody wants any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

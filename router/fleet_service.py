@@ -1,0 +1,84 @@
+"""The workers' and the operators' side of the router: registration streams, status, roles."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from protos import workers_pb2, workers_pb2_grpc
+from protos.errors import InvalidArgument, ServiceError
+from router.links import Links
+from router.messages import load_from_message, profile_from_hello, role_from_value, role_to_value, status_of
+from router.workers import Worker, WorkerTable
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+
+class WorkersService(workers_pb2_grpc.WorkersServicer):
+    def __init__(self, table: WorkerTable, links: Links) -> None:
+        self._table = table
+        self._links = links
+
+    async def Register(
+        self, request_iterator: AsyncIterator[workers_pb2.WorkerReport], context: Context
+    ) -> AsyncIterator[workers_pb2.RouterCommand]:
+        """The first command confirms the role; then one for every change."""
+        first = await anext(request_iterator, None)
+        if first is None:
+            return
+        if not first.HasField("hello"):
+            raise InvalidArgument("the first report has no hello: the router does not know who this is", field="hello")
+        worker = self._table.register(profile_from_hello(first.hello), load_from_message(first.load))
+        name = worker.profile.id.name
+        logger.info("worker %s registered: %s at %s", name, worker.role.name, worker.profile.address)
+        reading = asyncio.create_task(self._take_reports(worker, request_iterator))
+        try:
+            yield workers_pb2.RouterCommand(set_role=role_to_value(worker.role))
+            while (command := await worker.commands.get()) is not None:
+                if isinstance(command, ServiceError):
+                    raise command
+                yield workers_pb2.RouterCommand(set_role=role_to_value(command))
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
+            self._table.lost(worker)
+            logger.info("worker %s has left", name)
+            await self._links.retire(worker.profile.id)
+
+    async def _take_reports(self, worker: Worker, reports: AsyncIterator[workers_pb2.WorkerReport]) -> None:
+        try:
+            async for report in reports:
+                self._table.report(worker, load_from_message(report.load))
+        except ServiceError as error:
+            worker.commands.put_nowait(error)
+        finally:
+            worker.commands.put_nowait(None)
+
+
+class PoolsService(workers_pb2_grpc.PoolsServicer):
+    def __init__(self, table: WorkerTable, model_name: str, num_in_flight: Callable[[], int]) -> None:
+        self._table = table
+        self._model_name = model_name
+        self._num_in_flight = num_in_flight
+        self._started_at = time.monotonic()
+
+    async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
+        return workers_pb2.Status(
+            workers=[status_of(worker, self._table.age_s(worker)) for worker in self._table.workers()],
+            num_requests_in_flight=self._num_in_flight(),
+            model_name=self._model_name,
+            uptime_s=time.monotonic() - self._started_at,
+        )
+
+    async def SetRole(self, request: workers_pb2.SetRoleRequest, context: Context) -> workers_pb2.SetRoleResponse:
+        role = role_from_value(request.role, "role")
+        self._table.set_role(request.worker_id, role)
+        logger.info("worker %s is used for %s from now on", request.worker_id, role.name)
+        return workers_pb2.SetRoleResponse()

@@ -1,0 +1,191 @@
+"""Messages of the wire to the router's own values and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from model.kv_layout import KVLayout
+from model.sampling_params import SamplingParams
+from protos import decode_pb2, inference_pb2, prefill_pb2, workers_pb2
+from protos.errors import InvalidArgument
+from router.card import ModelCard
+from router.placement import Candidate, Role, WorkerId
+from router.validation import Request
+from router.workers import Worker, WorkerLoad, WorkerProfile, WorkerState
+
+_STATES = {
+    WorkerState.READY: workers_pb2.WORKER_STATE_READY,
+    WorkerState.DRAINING: workers_pb2.WORKER_STATE_DRAINING,
+    WorkerState.LOST: workers_pb2.WORKER_STATE_LOST,
+}
+_STATES_BY_VALUE = {value: state for state, value in _STATES.items() if state is not WorkerState.LOST}
+_ROLES = {
+    Role.PREFILL: workers_pb2.ROLE_PREFILL,
+    Role.DECODE: workers_pb2.ROLE_DECODE,
+    Role.BOTH: workers_pb2.ROLE_BOTH,
+}
+_ROLES_BY_VALUE: dict[int, Role] = {value: role for role, value in _ROLES.items()}
+_LOAD_NUMBERS = (
+    "queued_prefill_tokens",
+    "num_waiting",
+    "num_running",
+    "num_free_blocks",
+    "num_used_blocks",
+    "num_quarantined_blocks",
+    "prefill_tokens_per_s",
+    "decode_step_s",
+)
+
+
+def role_to_value(role: Role) -> workers_pb2.Role.ValueType:
+    return _ROLES[role]
+
+
+def role_from_value(value: int, field: str) -> Role:
+    role = _ROLES_BY_VALUE.get(value)
+    if role is None:
+        raise InvalidArgument(f"{field} is {value}; it must be ROLE_PREFILL, ROLE_DECODE or ROLE_BOTH", field=field)
+    return role
+
+
+def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
+    """Raises InvalidArgument for a layout that cannot be, or a role that is none."""
+    layout = hello.layout
+    try:
+        kv_layout = KVLayout(
+            model_digest=layout.model_digest,
+            dtype=layout.dtype,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            drafter=layout.drafter,
+        )
+    except ValueError as error:
+        raise InvalidArgument(f"hello.layout: {error}", field="hello.layout") from None
+    return WorkerProfile(
+        id=WorkerId(hello.worker_id, hello.epoch),
+        address=hello.address,
+        role=role_from_value(hello.role, "hello.role"),
+        flippable=hello.flippable,
+        model_name=hello.model_name,
+        tokenizer_digest=hello.tokenizer_digest,
+        layout=kv_layout,
+        num_blocks=hello.num_blocks,
+        runner=hello.runner,
+        kernels=hello.kernels,
+        metrics_address=hello.metrics_address,
+    )
+
+
+def load_from_message(load: workers_pb2.WorkerLoad) -> WorkerLoad:
+    """A worker that does not say it is ready is taken to be draining."""
+    state = _STATES_BY_VALUE.get(load.state, WorkerState.DRAINING)
+    return WorkerLoad(state, **{name: getattr(load, name) for name in _LOAD_NUMBERS})
+
+
+def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
+    profile, load = worker.profile, worker.load
+    return workers_pb2.WorkerStatus(
+        hello=workers_pb2.WorkerHello(
+            worker_id=profile.id.name,
+            epoch=profile.id.epoch,
+            address=profile.address,
+            role=_ROLES[profile.role],
+            flippable=profile.flippable,
+            model_name=profile.model_name,
+            tokenizer_digest=profile.tokenizer_digest,
+            layout=_layout_message(profile.layout),
+            num_blocks=profile.num_blocks,
+            runner=profile.runner,
+            kernels=profile.kernels,
+            metrics_address=profile.metrics_address,
+        ),
+        load=workers_pb2.WorkerLoad(state=_STATES[load.state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
+        role=_ROLES[worker.role],
+        reported_ago_s=age_s,
+    )
+
+
+def model_message(card: ModelCard, layout: KVLayout | None) -> inference_pb2.Model:
+    return inference_pb2.Model(
+        name=card.name,
+        architecture=card.architecture,
+        max_context_tokens=card.max_context_tokens,
+        vocab_size=card.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        layout_fingerprint="" if layout is None else layout.fingerprint,
+        kv_bytes_per_token=0 if layout is None else layout.token_bytes,
+    )
+
+
+def prefill_request(
+    request: Request, attempt_id: str, token_ids: Sequence[int], decode: Candidate | None
+) -> prefill_pb2.PrefillRequest:
+    target = None
+    if decode is not None:
+        target = prefill_pb2.DecodeTarget(worker_id=decode.id.name, address=decode.address, epoch=decode.id.epoch)
+    return prefill_pb2.PrefillRequest(
+        request_id=request.request_id,
+        attempt_id=attempt_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(request.token_ids),
+        sampling=_sampling_message(request.sampling),
+        decode=target,
+    )
+
+
+def decode_request(
+    request: Request, attempt_id: str, token_ids: Sequence[int], *, prefill_here: bool
+) -> decode_pb2.DecodeRequest:
+    return decode_pb2.DecodeRequest(
+        request_id=request.request_id,
+        attempt_id=attempt_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(request.token_ids),
+        sampling=_sampling_message(request.sampling),
+        prefill_here=prefill_here,
+    )
+
+
+def emitted_tokens(raw_messages: Iterable[bytes], num_emitted: int) -> list[int]:
+    """The tokens in what was relayed, after the first `num_emitted`. Raises ValueError for a gap or a repeat."""
+    token_ids: list[int] = []
+    for raw in raw_messages:
+        message = inference_pb2.GenerateResponse.FromString(raw)
+        expected = num_emitted + len(token_ids)
+        if message.output_index != expected:
+            raise ValueError(f"output_index is {message.output_index} where {expected} was due")
+        token_ids.extend(message.token_ids)
+    return token_ids
+
+
+def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
+    """Resolved: nothing is left for a worker to choose."""
+    return inference_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=True,  # the model's end tokens are among stop_token_ids, if they are to stop
+        logprobs=sampling.num_logprobs,
+    )
+
+
+def _layout_message(layout: KVLayout) -> decode_pb2.KVLayout:
+    return decode_pb2.KVLayout(
+        model_digest=layout.model_digest,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        drafter=layout.drafter,
+    )

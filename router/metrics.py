@@ -1,0 +1,69 @@
+"""What the router counts. Watched values are read when somebody asks for the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from protos import inference_pb2 as pb
+from router.workers import WorkerTable
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+
+REQUESTS = Counter("pdserve_router_requests", "Requests that have ended, by how.", ["outcome"])
+IN_FLIGHT = Gauge("pdserve_router_requests_in_flight", "Requests being served.")
+TOKENS = Counter(
+    "pdserve_router_tokens",
+    "Tokens of finished requests: prompt by where its KV came from, and output.",
+    ["kind"],
+)
+TTFT_SECONDS = Histogram("pdserve_router_ttft_seconds", "From request to first token.", buckets=_SECONDS)
+TPOT_SECONDS = Histogram(
+    "pdserve_router_tpot_seconds", "Per token after the first, as the mean.", buckets=_TOKEN_SECONDS
+)
+STAGE_SECONDS = Histogram("pdserve_router_stage_seconds", "Parts of a request.", ["stage"], buckets=_SECONDS)
+RETRIES = Counter("pdserve_router_retries", "Requests placed again before their first token.")
+RESUMES = Counter("pdserve_router_resumes", "Requests placed again after their first token.")
+LEG_FAILURES = Counter("pdserve_router_leg_failures", "Calls to workers that failed, by reason.", ["reason"])
+
+
+def observe(summary: pb.GenerateResponse) -> None:
+    usage, timeline = summary.usage, summary.timeline
+    kinds = {
+        "prompt": usage.prompt_tokens,
+        "prompt_computed": usage.prefill.computed,
+        "prompt_cached": usage.prefill.cached,
+        "decode_received": usage.decode.received_tokens,
+        "decode_cached": usage.decode.cached_tokens if usage.disaggregated else 0,
+        "decode_recomputed": usage.decode.recomputed_tokens,
+        "output": usage.output_tokens,
+    }
+    for kind, number in kinds.items():
+        TOKENS.labels(kind).inc(number)
+    TTFT_SECONDS.observe(timeline.ttft_s)
+    if usage.output_tokens > 1:
+        TPOT_SECONDS.observe(timeline.tpot_s)
+    for stage in timeline.stages:
+        STAGE_SECONDS.labels(stage.name).observe(stage.duration_s)
+
+
+class WorkersCollector(Collector):
+    """Workers by role and state."""
+
+    def __init__(self, table: WorkerTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = GaugeMetricFamily("pdserve_router_workers", "Registered workers.", labels=["role", "state"])
+        for labels, number in self._counts():
+            family.add_metric(labels, number)
+        yield family
+
+    def _counts(self) -> Iterator[tuple[list[str], int]]:
+        kinds = [(worker.role.name or "", worker.load.state.name) for worker in self._table.workers()]
+        for role, state in sorted(set(kinds)):
+            yield [role.lower(), state.lower()], kinds.count((role, state))

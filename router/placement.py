@@ -1,0 +1,123 @@
+"""Where a request goes: a pure function of what is known about the workers. No clock, no network, no state.
+
+Prefill goes where the fewest tokens wait to be computed, decode where there is room and least runs. A worker
+of role both that is chosen for prefill keeps the sequence: nothing has to be handed over then.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from protos.errors import NoWorker
+
+
+class Role(enum.Flag):
+    """As numbered in workers.proto."""
+
+    PREFILL = 1
+    DECODE = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerId:
+    """One process: a restarted worker has the same name and another epoch."""
+
+    name: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker at one moment, its load with what was sent there and is not yet in its reports."""
+
+    id: WorkerId
+    address: str
+    role: Role
+    is_ready: bool
+    fingerprint: str  # of the KV layout
+    num_queued_tokens: int  # to be prefilled
+    num_active: int  # sequences that decode, wait to, or are on their way
+    num_free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """No prefill: the decode worker prefills too. No decode: one token is all that is wanted."""
+
+    prefill: Candidate | None
+    decode: Candidate | None
+
+    @property
+    def workers(self) -> list[Candidate]:
+        return [worker for worker in (self.prefill, self.decode) if worker is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request needs of its decode worker at the start; none if it wants one token only."""
+
+    num_blocks: int
+    wants_decode: bool
+
+
+def place(workers: Sequence[Candidate], demand: Demand, avoid: Collection[WorkerId], rng: random.Random) -> Placement:
+    """Workers to `avoid` are taken only if there is no other. Ties are broken at random, so that routers do not herd.
+
+    Raises:
+        NoWorker: says which role is missing.
+    """
+    prefill = _fitting(workers, Role.PREFILL, avoid)
+    if not prefill:
+        raise NoWorker(f"no worker can prefill: {_why_not(workers, Role.PREFILL)}")
+    if not demand.wants_decode:
+        return Placement(_least_queued(prefill, rng), None)
+    pairs = {first.id: _partners(first, workers, avoid) for first in prefill}
+    with_partner = [first for first in prefill if pairs[first.id]]
+    if not with_partner:
+        raise NoWorker(f"no worker can decode: {_why_not(workers, Role.DECODE)}")
+    first = _least_queued(with_partner, rng)
+    if Role.DECODE in first.role:
+        return Placement(None, first)
+    return Placement(first, _roomiest(pairs[first.id], demand.num_blocks, rng))
+
+
+def can_serve(workers: Sequence[Candidate]) -> bool:
+    """Whether any request could be placed."""
+    return any(_partners(first, workers, ()) for first in _fitting(workers, Role.PREFILL, ()))
+
+
+def _fitting(workers: Sequence[Candidate], role: Role, avoid: Collection[WorkerId]) -> list[Candidate]:
+    fitting = [worker for worker in workers if worker.is_ready and role in worker.role]
+    return [worker for worker in fitting if worker.id not in avoid] or fitting
+
+
+def _partners(first: Candidate, workers: Sequence[Candidate], avoid: Collection[WorkerId]) -> list[Candidate]:
+    """Workers that can decode what `first` prefills."""
+    if Role.DECODE in first.role:
+        return [first]
+    same_layout = [worker for worker in workers if worker.fingerprint == first.fingerprint]
+    return _fitting(same_layout, Role.DECODE, avoid)
+
+
+def _least_queued(workers: Sequence[Candidate], rng: random.Random) -> Candidate:
+    return min(workers, key=lambda worker: (worker.num_queued_tokens, rng.random()))
+
+
+def _roomiest(workers: Sequence[Candidate], num_blocks: int, rng: random.Random) -> Candidate:
+    def rank(worker: Candidate) -> tuple[bool, int, int, float]:
+        return (worker.num_free_blocks < num_blocks, worker.num_active, -worker.num_free_blocks, rng.random())
+
+    return min(workers, key=rank)
+
+
+def _why_not(workers: Sequence[Candidate], role: Role) -> str:
+    name = "prefill" if role is Role.PREFILL else "decode"
+    num_with_role = sum(role in worker.role for worker in workers)
+    if num_with_role == 0:
+        return f"none of the {len(workers)} registered has the role {name} or both"
+    num_ready = sum(role in worker.role and worker.is_ready for worker in workers)
+    return f"{num_with_role} registered with the role {name} or both, {num_ready} of them ready and fitting"

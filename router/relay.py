@@ -1,0 +1,207 @@
+"""One request from placement to its last message: tries again before the first token, resumes after it.
+
+A resumed request is the same one with what was emitted as part of its tokens: the client sees one unbroken answer.
+Messages are passed on as bytes; they are kept, and read only if the request has to be resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from protos import inference_pb2 as pb
+from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, InvalidArgument, NoWorker
+from router import metrics
+from router.attempt import Attempt, AttemptFailed, ended_early
+from router.config import RelayPolicy
+from router.links import Links
+from router.messages import emitted_tokens
+from router.placement import Demand, Placement, WorkerId, place
+from router.timeline import RequestClock, Served, timeline, usage
+from router.validation import Request
+from router.workers import WorkerTable
+
+logger = logging.getLogger(__name__)
+
+_MAX_DELAY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far one request has come, over all its attempts."""
+
+    request: Request
+    clock: RequestClock
+    deadline_at: float | None
+    emitted: list[int] = field(default_factory=list)  # as of the last failure
+    raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
+    last: pb.GenerateResponse | None = None  # the message that ended the answer
+    avoid: set[WorkerId] = field(default_factory=set)
+    num_retries: int = 0
+    num_resumes: int = 0
+
+    @property
+    def remaining_s(self) -> float | None:
+        return None if self.deadline_at is None else self.deadline_at - time.monotonic()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What is to be prefilled."""
+        return [*self.request.token_ids, *self.emitted]
+
+    @property
+    def wants_decode(self) -> bool:
+        """Whether more than the one token that prefill samples is wanted."""
+        return self.request.sampling.max_tokens - len(self.emitted) > 1
+
+    def end_attempt(self) -> bool:
+        """Looks at the last message only: whether it ends the answer."""
+        if self.raw_messages:
+            self._set_last(self.raw_messages[-1])
+        return self.last is not None
+
+    def read_back(self) -> None:
+        """Learns what was emitted from what was relayed."""
+        try:
+            self.emitted += emitted_tokens(self.raw_messages, len(self.emitted))
+        except ValueError as error:
+            raise Internal(f"a worker sent tokens out of order: {error}") from error
+        if self.raw_messages:
+            self._set_last(self.raw_messages[-1])
+        self.raw_messages.clear()
+
+    def _set_last(self, raw: bytes) -> None:
+        message = pb.GenerateResponse.FromString(raw)
+        self.last = message if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED else None
+
+
+class Relay:
+    def __init__(self, table: WorkerTable, links: Links, policy: RelayPolicy, rng: random.Random | None = None) -> None:
+        self._table = table
+        self._links = links
+        self._policy = policy
+        self._rng = rng or random.Random()
+
+    async def messages(
+        self, request: Request, clock: RequestClock, deadline_at: float | None
+    ) -> AsyncGenerator[bytes, None]:
+        """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
+        progress = Progress(request, clock, deadline_at)
+        while True:
+            attempt = await self._next_attempt(progress)
+            try:
+                async with aclosing(self._run(attempt, progress)) as messages:
+                    async for raw in messages:
+                        yield raw
+            except AttemptFailed as failure:
+                progress.read_back()
+                if progress.last is None:
+                    await self._prepare_next(progress, attempt, failure)
+            if progress.last is not None:
+                break
+        summary = _summary(progress, progress.last, attempt)
+        metrics.observe(summary)
+        yield summary.SerializeToString()
+
+    async def _next_attempt(self, progress: Progress) -> Attempt:
+        placement = await self._place(progress)
+        progress.clock.placed()
+        return Attempt(
+            request=progress.request,
+            attempt_id=secrets.token_hex(8),
+            token_ids=progress.token_ids,
+            placement=placement,
+            timeout_s=progress.remaining_s,
+            links=self._links,
+        )
+
+    async def _place(self, progress: Progress) -> Placement:
+        """Waits a little for a worker to come (back), if none fits now."""
+        give_up_at = time.monotonic() + self._policy.wait_for_worker_s
+        while True:
+            demand = Demand(self._num_blocks(len(progress.token_ids)), progress.wants_decode)
+            try:
+                return place(self._table.snapshot(), demand, progress.avoid, self._rng)
+            except NoWorker:
+                remaining_s = give_up_at - time.monotonic()
+                if progress.remaining_s is not None:
+                    remaining_s = min(remaining_s, progress.remaining_s)
+                if remaining_s <= 0:
+                    raise
+                await self._table.wait_changed(remaining_s)
+
+    async def _run(self, attempt: Attempt, progress: Progress) -> AsyncGenerator[bytes, None]:
+        """One attempt, its load counted while it lasts."""
+        num_tokens = len(attempt.token_ids)
+        dispatch = self._table.dispatch(attempt.placement, num_tokens, self._num_blocks(num_tokens))
+        try:
+            async with aclosing(attempt.messages()) as messages:
+                async for raw in messages:
+                    progress.raw_messages.append(raw)
+                    if not dispatch.is_prefilled:
+                        dispatch.prefilled()
+                        progress.clock.attempt_token()
+                    yield raw
+        finally:
+            dispatch.end()
+        progress.clock.last_token()
+        if not progress.end_attempt():
+            raise ended_early(attempt.placement.workers[-1])
+
+    async def _prepare_next(self, progress: Progress, attempt: Attempt, failure: AttemptFailed) -> None:
+        """Decides whether there is a next attempt, avoids who failed this one, and waits a moment.
+
+        Of what a worker says, only INVALID_ARGUMENT is the client's doing: everything else may go well elsewhere.
+        """
+        error = failure.error
+        metrics.LEG_FAILURES.labels(error.reason).inc()
+        if isinstance(error, InvalidArgument):
+            raise error
+        if progress.remaining_s is not None and progress.remaining_s <= 0:
+            raise DeadlineExceeded(f"the deadline passed after {len(progress.emitted)} tokens")
+        if failure.is_connection:
+            self._table.unreachable(failure.worker_id)
+            progress.avoid.add(failure.worker_id)
+        else:  # either side may be why
+            progress.avoid |= {worker.id for worker in attempt.placement.workers}
+        num_failures = progress.num_retries + progress.num_resumes + 1
+        if num_failures >= self._policy.max_attempts:
+            raise AttemptsExhausted(f"{num_failures} attempts failed; the last one: {error}")
+        if progress.emitted:
+            progress.num_resumes += 1
+            metrics.RESUMES.inc()
+        else:
+            progress.num_retries += 1
+            metrics.RETRIES.inc()
+        logger.warning("request %s: %s; placing it again", progress.request.request_id, error)
+        delay_s = min(_MAX_DELAY_S, self._policy.retry_delay_s * 2 ** (num_failures - 1)) * self._rng.uniform(0.5, 1)
+        await asyncio.sleep(max(delay_s, error.retry_after_s or 0.0))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """With room for the answer to begin."""
+        layout = self._table.layout
+        return 0 if layout is None else layout.num_blocks(num_tokens) + 1
+
+
+def _summary(progress: Progress, last: pb.GenerateResponse, attempt: Attempt) -> pb.GenerateResponse:
+    served = Served(
+        placement=attempt.placement,
+        num_prompt_tokens=len(progress.request.token_ids),
+        num_output_tokens=last.output_index + len(last.token_ids),
+        prefill=attempt.prefill_stats,
+        decode=last.decode_stats if last.HasField("decode_stats") else None,
+        num_retries=progress.num_retries,
+        num_resumes=progress.num_resumes,
+    )
+    return pb.GenerateResponse(
+        output_index=served.num_output_tokens,
+        request_id=progress.request.request_id,
+        usage=usage(served),
+        timeline=timeline(served, progress.clock),
+    )

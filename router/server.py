@@ -1,0 +1,137 @@
+"""The router process put together: card, worker table, relay, services, health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import prometheus_client
+
+from model.checkpoint import tokenizer_digest
+from model.config import ModelConfig
+from model.tokenizer import Tokenizer
+from protos import workers_pb2_grpc
+from protos.serve import GrpcServer, serve_metrics
+from router.card import ModelCard
+from router.config import RouterConfig
+from router.fleet_service import PoolsService, WorkersService
+from router.links import Links
+from router.metrics import WorkersCollector
+from router.placement import can_serve
+from router.relay import Relay
+from router.service import SERVICE, InferenceService
+from router.workers import WorkerTable
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # a worker that has fallen silent changes nothing by itself
+
+
+def load_card(name: str, folder: Path) -> ModelCard:
+    """Reads no weights. Raises what reading the model's files raises, naming the file."""
+    config, tokenizer = ModelConfig.from_folder(folder), Tokenizer.load(folder)
+    return ModelCard(
+        name=name,
+        architecture=config.architecture,
+        max_context_tokens=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *tokenizer.eos_token_ids))),
+        tokenizer=tokenizer,
+        tokenizer_digest=tokenizer_digest(folder),
+    )
+
+
+async def serve_router(config: RouterConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then lets requests finish for up to `drain_s`; a second signal ends that.
+
+    Raises what made it end otherwise: a model that cannot be read, a port in use.
+    """
+    from model.demo_models import default_cache
+    from model.model_source import resolve_model
+
+    folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
+    card = await asyncio.to_thread(load_card, config.model, folder)
+    told_to_stop, told_again = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: (told_again if told_to_stop.is_set() else told_to_stop).set())
+    async with Router(config, card) as router:
+        logger.info("serving %s at %s", card.name, router.address)
+        await told_to_stop.wait()
+        logger.info("draining: %d requests are in flight", router.inference.num_in_flight)
+        draining = asyncio.create_task(router.drain())
+        again = asyncio.create_task(told_again.wait())
+        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, again):
+            task.cancel()
+        await asyncio.wait([draining, again])
+
+
+class Router:
+    """`async with Router(config, card) as router:` serves at `router.address` inside, and has closed all behind."""
+
+    def __init__(self, config: RouterConfig, card: ModelCard, rng: random.Random | None = None) -> None:
+        self._config = config
+        self._links = Links()
+        self.table = WorkerTable(card.tokenizer_digest)
+        relay = Relay(self.table, self._links, config.relay, rng)
+        self.inference = InferenceService(card, self.table, relay, config.max_prompt_bytes)
+        self._server = GrpcServer(config.host, config.port)
+        self._server.add_handlers(SERVICE, self.inference.handlers())
+        self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
+        pools = PoolsService(self.table, card.name, lambda: self.inference.num_in_flight)
+        self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, pools)
+        self._stack = AsyncExitStack()
+        self.metrics_address = ""
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._links.close)
+            self._watch(stack)
+            await self._server.start()
+            stack.push_async_callback(self._server.stop)
+            watching = asyncio.create_task(self._keep_health())
+            stack.push_async_callback(_ended, watching)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def drain(self) -> None:
+        """Refuses new requests and lets those in flight finish, for up to `drain_s`. Workers stay registered."""
+        self.inference.is_draining = True
+        await self._server.stop(self._config.drain_s)
+
+    def _watch(self, stack: AsyncExitStack) -> None:
+        collector = WorkersCollector(self.table)
+        prometheus_client.REGISTRY.register(collector)
+        stack.callback(prometheus_client.REGISTRY.unregister, collector)
+        if self._config.metrics_port is not None:
+            server = serve_metrics(self._config.host, self._config.metrics_port)
+            stack.callback(server.close)
+            self.metrics_address = server.address
+
+    async def _keep_health(self) -> None:
+        """Inference is SERVING while a request could be placed."""
+        while True:
+            await self._server.set_serving(SERVICE, can_serve(self.table.snapshot()))
+            await self.table.wait_changed(_LOOK_S)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,157 @@
+"""The client's side of the router: checks, tokenizes once, relays. One instance serves every request."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from model.chat_template import ChatRejected, NoChatTemplate
+from protos import inference_pb2 as pb
+from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
+from router import metrics
+from router.card import ModelCard
+from router.messages import model_message
+from router.relay import Relay
+from router.timeline import RequestClock
+from router.validation import (
+    Draft,
+    Prompt,
+    TokenLimit,
+    chat_prompt,
+    check_chat,
+    check_deadline,
+    check_generate,
+    check_model,
+    resolve,
+    text_prompt,
+)
+from router.workers import WorkerTable
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "pdserve.v1.Inference"
+
+
+class InferenceService:
+    """Answers of Generate and Chat are bytes of GenerateResponse: most of them are the workers' own."""
+
+    def __init__(self, card: ModelCard, table: WorkerTable, relay: Relay, max_prompt_bytes: int) -> None:
+        self._card = card
+        self._table = table
+        self._relay = relay
+        self._max_prompt_bytes = max_prompt_bytes
+        self._in_flight: set[str] = set()
+        self.is_draining = False
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
+        """By name, for `protos.serve.GrpcServer.add_handlers`."""
+        stream, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+        return {
+            "Generate": stream(self.Generate, pb.GenerateRequest.FromString),
+            "Chat": stream(self.Chat, pb.ChatRequest.FromString),
+            "Tokenize": unary(self.Tokenize, pb.TokenizeRequest.FromString, pb.TokenizeResponse.SerializeToString),
+            "GetModel": unary(self.GetModel, pb.GetModelRequest.FromString, pb.Model.SerializeToString),
+        }
+
+    def Generate(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[bytes, None]:
+        return self._answer(
+            lambda: check_generate(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)), context
+        )
+
+    def Chat(self, message: pb.ChatRequest, context: Context) -> AsyncGenerator[bytes, None]:
+        return self._answer(
+            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)), context
+        )
+
+    async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        match message.WhichOneof("input"):
+            case "text":
+                prompt = text_prompt(message.text, self._max_prompt_bytes)
+            case "chat":
+                prompt = chat_prompt(message.chat.messages, self._max_prompt_bytes)
+            case _:
+                raise InvalidArgument("there is no input: set text or chat", field="input")
+        token_ids = await self._tokenized(prompt)
+        return pb.TokenizeResponse(token_ids=token_ids, tokens=self._card.tokenizer.token_strings(token_ids))
+
+    async def GetModel(self, message: pb.GetModelRequest, context: Context) -> pb.Model:
+        check_model(message.model if message.HasField("model") else None, self._card)
+        return model_message(self._card, self._table.layout)
+
+    async def _answer(self, check: Callable[[], Draft], context: Context) -> AsyncGenerator[bytes, None]:
+        clock, remaining_s = RequestClock(), context.time_remaining()
+        deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
+        with _outcome_counted():
+            if self.is_draining:
+                raise Unavailable("the router is about to stop; ask another one, or again later")
+            check_deadline(remaining_s)
+            draft = check()
+            with self._claimed(draft.request_id):
+                token_ids = await self._tokenized(draft.prompt)
+                clock.tokenized()
+                request = resolve(draft, token_ids, self._card, self._limit(), secrets.randbits(63))
+                async with aclosing(self._relay.messages(request, clock, deadline_at)) as messages:
+                    async for raw in messages:
+                        yield raw
+
+    async def _tokenized(self, prompt: Prompt) -> list[int]:
+        """In a thread: a long prompt must not hold up the streams."""
+        tokenizer = self._card.tokenizer
+        if prompt.token_ids:
+            return list(prompt.token_ids)
+        if not prompt.messages:
+            return await asyncio.to_thread(tokenizer.encode, prompt.text)
+        try:
+            return await asyncio.to_thread(tokenizer.encode_chat, prompt.messages)
+        except NoChatTemplate as error:
+            raise FailedPrecondition(str(error), field="messages") from None
+        except ChatRejected as error:
+            raise InvalidArgument(str(error), field="messages") from None
+
+    def _limit(self) -> TokenLimit:
+        context = TokenLimit(self._card.max_context_tokens, "the model's context")
+        cache = self._table.max_sequence_tokens
+        if cache is None or cache >= context.num_tokens:
+            return context
+        return TokenLimit(cache, "the largest KV cache of the workers that decode")
+
+    @contextmanager
+    def _claimed(self, request_id: str) -> Iterator[None]:
+        if request_id in self._in_flight:
+            raise AlreadyExists(f"request_id {request_id!r} is in flight already", field="request_id")
+        self._in_flight.add(request_id)
+        metrics.IN_FLIGHT.inc()
+        try:
+            yield
+        finally:
+            self._in_flight.remove(request_id)
+            metrics.IN_FLIGHT.dec()
+
+
+@contextmanager
+def _outcome_counted() -> Iterator[None]:
+    outcome = "ok"
+    try:
+        yield
+    except ServiceError as error:
+        outcome = error.code.name.lower()
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        outcome = "cancelled"
+        raise
+    except BaseException:
+        outcome = "internal"
+        raise
+    finally:
+        metrics.REQUESTS.labels(outcome).inc()

@@ -1,0 +1,184 @@
+"""What a client may ask, and what it then means: messages in, requests with every choice made out. Pure.
+
+`check_...` needs no tokens, so that nonsense costs nothing; `resolve` needs them. Errors name the field and its limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from model.chat_template import ChatMessage
+from model.sampling_params import InvalidSampling, SamplingParams
+from protos import inference_pb2 as pb
+from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
+from router.card import ModelCard
+
+ROLES = ("system", "user", "assistant")
+MAX_REQUEST_ID_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One of three; `field` is its name in the message."""
+
+    field: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request that is well formed as far as can be told without its tokens."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: pb.SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is served: tokens, and sampling with every field set."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """Prompt and answer together; `reason` names what sets the limit."""
+
+    num_tokens: int
+    reason: str
+
+
+def check_generate(message: pb.GenerateRequest, card: ModelCard, max_prompt_bytes: int, new_id: str) -> Draft:
+    """`new_id` is taken if the client gave none."""
+    check_model(message.model if message.HasField("model") else None, card)
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt = text_prompt(message.text, max_prompt_bytes)
+        case "token_ids":
+            prompt = _ids_prompt(message.token_ids.ids, card)
+        case _:
+            raise InvalidArgument("there is no prompt: set text or token_ids", field="prompt")
+    return Draft(_request_id(message, new_id), prompt, message.sampling)
+
+
+def check_chat(message: pb.ChatRequest, card: ModelCard, max_prompt_bytes: int, new_id: str) -> Draft:
+    check_model(message.model if message.HasField("model") else None, card)
+    prompt = chat_prompt(message.messages, max_prompt_bytes)
+    return Draft(_request_id(message, new_id), prompt, message.sampling)
+
+
+def resolve(draft: Draft, token_ids: Iterable[int], card: ModelCard, limit: TokenLimit, drawn_seed: int) -> Request:
+    """`drawn_seed` is taken if the client gave none, so that a retry continues the same text."""
+    ids = tuple(token_ids)
+    room = limit.num_tokens - len(ids)
+    if not ids:
+        raise InvalidArgument(
+            f"{draft.prompt.field} has no tokens; a prompt needs at least one", field=draft.prompt.field
+        )
+    if room < 1:
+        raise InvalidArgument(
+            f"{draft.prompt.field} has {len(ids)} tokens; {limit.reason} holds {limit.num_tokens}, "
+            "of which at least one must be left for the answer",
+            field=draft.prompt.field,
+        )
+    sampling = _sampling(draft.sampling, card, room, drawn_seed)
+    if sampling.max_tokens > room:
+        raise InvalidArgument(
+            f"sampling.max_tokens is {sampling.max_tokens}; it must be at most {room}: "
+            f"{limit.reason} holds {limit.num_tokens} tokens, and the prompt has {len(ids)}",
+            field="sampling.max_tokens",
+        )
+    return Request(draft.request_id, ids, sampling)
+
+
+def check_deadline(remaining_s: float | None) -> None:
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed before the request was looked at")
+
+
+def check_model(name: str | None, card: ModelCard) -> None:
+    """None: whatever is served."""
+    if name is not None and name != card.name:
+        raise NotFound(f"model {name!r} is not served here; {card.name!r} is", field="model")
+
+
+def text_prompt(text: str, max_bytes: int) -> Prompt:
+    if not text:
+        raise InvalidArgument("text is empty; a prompt needs at least one character", field="text")
+    _check_size("text", len(text.encode()), max_bytes)
+    return Prompt("text", text=text)
+
+
+def chat_prompt(messages: Iterable[pb.ChatMessage], max_bytes: int) -> Prompt:
+    turns = tuple(ChatMessage(message.role, message.content) for message in messages)
+    if not turns:
+        raise InvalidArgument("messages is empty; a conversation has at least one", field="messages")
+    for index, turn in enumerate(turns):
+        if turn.role not in ROLES:
+            field = f"messages[{index}].role"
+            raise InvalidArgument(f"{field} is {turn.role!r}; it must be one of {', '.join(ROLES)}", field=field)
+        if not turn.content:
+            field = f"messages[{index}].content"
+            raise InvalidArgument(f"{field} is empty; a message needs at least one character", field=field)
+    _check_size("messages", sum(len(turn.content.encode()) for turn in turns), max_bytes)
+    return Prompt("messages", messages=turns)
+
+
+def _ids_prompt(ids: Iterable[int], card: ModelCard) -> Prompt:
+    token_ids = tuple(ids)
+    if not token_ids:
+        raise InvalidArgument("token_ids is empty; a prompt needs at least one token", field="token_ids")
+    _check_in_vocabulary("token_ids", token_ids, card)
+    return Prompt("token_ids", token_ids=token_ids)
+
+
+def _request_id(message: pb.GenerateRequest | pb.ChatRequest, new_id: str) -> str:
+    if not message.HasField("request_id"):
+        return new_id
+    if not 1 <= len(message.request_id) <= MAX_REQUEST_ID_CHARACTERS or not message.request_id.isprintable():
+        limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable characters"
+        raise InvalidArgument(f"request_id is {message.request_id[:200]!r}; it must be {limit}", field="request_id")
+    return message.request_id
+
+
+def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed: int) -> SamplingParams:
+    """Defaults are here and nowhere else."""
+    _check_in_vocabulary("sampling.stop_token_ids", message.stop_token_ids, card)
+    eos = () if message.ignore_eos else card.eos_token_ids
+    has = message.HasField
+    try:
+        return SamplingParams(
+            max_tokens=message.max_tokens if has("max_tokens") else room,
+            min_tokens=message.min_tokens,
+            temperature=message.temperature if has("temperature") else 1.0,
+            top_k=message.top_k,
+            top_p=message.top_p if has("top_p") else 1.0,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty if has("repetition_penalty") else 1.0,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            seed=message.seed if has("seed") else drawn_seed,
+            stop_token_ids=tuple(dict.fromkeys((*message.stop_token_ids, *eos))),
+            num_logprobs=message.logprobs if has("logprobs") else None,
+        )
+    except InvalidSampling as error:
+        raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None
+
+
+def _check_in_vocabulary(field: str, token_ids: Iterable[int], card: ModelCard) -> None:
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < card.vocab_size:
+            raise InvalidArgument(
+                f"{field}[{index}] is {token_id}; {card.name!r} has token ids 0 to {card.vocab_size - 1}", field=field
+            )
+
+
+def _check_size(field: str, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise InvalidArgument(f"{field} has {num_bytes} bytes of text; at most {max_bytes} are taken", field=field)

@@ -1,0 +1,272 @@
+"""The workers as the router knows them: who is registered, in which role, how loaded, and what was sent to whom.
+
+Event loop only. It knows neither gRPC nor requests: services feed it, and `router.placement` decides on its snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from model.kv_layout import KVLayout
+from protos.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from router.placement import Candidate, Placement, Role, WorkerId
+
+_SETTLE_S = 0.1  # a report may have been under way for so long: what was sent since is counted beside it
+_SILENCE_S = 5.0  # workers report every second; one that is silent gets nothing new
+_REMEMBER_LOST_S = 300.0
+
+
+class WorkerState(enum.Enum):
+    READY = 1
+    DRAINING = 2
+    LOST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """What a worker says once, when it registers."""
+
+    id: WorkerId
+    address: str
+    role: Role  # where it starts
+    flippable: bool
+    model_name: str
+    tokenizer_digest: str
+    layout: KVLayout
+    num_blocks: int
+    runner: str = ""
+    kernels: str = ""
+    metrics_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker reports again and again."""
+
+    state: WorkerState
+    queued_prefill_tokens: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_blocks: int = 0
+    num_used_blocks: int = 0
+    num_quarantined_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+
+
+class Replaced(FailedPrecondition):
+    """Another process has registered under this worker's name."""
+
+    reason = "WORKER_REPLACED"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One registration. `commands` carries roles to the worker, or an error that ends its stream."""
+
+    profile: WorkerProfile
+    role: Role
+    load: WorkerLoad
+    reported_at: float
+    is_reachable: bool = True
+    commands: asyncio.Queue[Role | ServiceError | None] = field(default_factory=asyncio.Queue)
+    dispatches: set[Dispatch] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """The load that one attempt puts on its workers, from placement until `end`."""
+
+    at: float
+    num_tokens: int
+    num_blocks: int
+    prefill: Worker | None
+    decode: Worker | None
+    is_prefilled: bool = False
+
+    def prefilled(self) -> None:
+        """The first token is there: nothing is queued any more, and the decode worker's report has the blocks."""
+        self.is_prefilled = True
+
+    def end(self) -> None:
+        for worker in (self.prefill, self.decode):
+            if worker is not None:
+                worker.dispatches.discard(self)
+
+
+class WorkerTable:
+    """`tokenizer_digest`, if given, is what every worker's must be."""
+
+    def __init__(self, tokenizer_digest: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._tokenizer_digest = tokenizer_digest
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._changed = asyncio.Event()
+
+    def register(self, profile: WorkerProfile, load: WorkerLoad) -> Worker:
+        """Takes a worker in; one that is registered under its name is replaced.
+
+        Raises:
+            FailedPrecondition: it does not fit the others; the message names the first difference.
+        """
+        self._refuse_misfit(profile)
+        known = self._workers.get(profile.id.name)
+        same_process = known is not None and known.profile.id == profile.id
+        role = known.role if known is not None and same_process else profile.role
+        if known is not None and known.load.state is not WorkerState.LOST:
+            self.lost(known)
+            known.commands.put_nowait(
+                None if same_process else Replaced(f"another process has registered as {profile.id.name!r}")
+            )
+        worker = Worker(profile, role, load, self._clock())
+        self._workers[profile.id.name] = worker
+        self._notify()
+        return worker
+
+    def report(self, worker: Worker, load: WorkerLoad) -> None:
+        if worker.load.state is WorkerState.LOST:
+            return  # replaced meanwhile
+        was_ready = self._is_ready(worker)
+        worker.load, worker.reported_at, worker.is_reachable = load, self._clock(), True
+        if self._is_ready(worker) != was_ready:
+            self._notify()
+
+    def lost(self, worker: Worker) -> None:
+        """Its stream has ended."""
+        worker.load = WorkerLoad(WorkerState.LOST)
+        worker.reported_at = self._clock()
+        self._notify()
+
+    def unreachable(self, worker_id: WorkerId) -> None:
+        """A connection to it broke: it gets nothing new until it reports again."""
+        worker = self._workers.get(worker_id.name)
+        if worker is not None and worker.profile.id == worker_id:
+            worker.is_reachable = False
+            self._notify()
+
+    def set_role(self, name: str, role: Role) -> None:
+        """From the next placement on; the worker is told.
+
+        Raises:
+            NotFound: no worker has this name.
+            FailedPrecondition: it keeps its role.
+        """
+        worker = self._workers.get(name)
+        if worker is None or worker.load.state is WorkerState.LOST:
+            names = ", ".join(worker.profile.id.name for worker in self.workers() if worker.load.state.value < 3)
+            raise NotFound(f"no worker {name!r} is registered; there are: {names or 'none'}", field="worker_id")
+        if not worker.profile.flippable and role != worker.role:
+            raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
+        worker.role = role
+        worker.commands.put_nowait(role)
+        self._notify()
+
+    def dispatch(self, placement: Placement, num_tokens: int, num_blocks: int) -> Dispatch:
+        """Counts an attempt at once, not when its workers report it. `end` it in a finally."""
+        prefill, decode = (
+            None if worker is None else self._workers[worker.id.name]
+            for worker in (placement.prefill, placement.decode)
+        )
+        dispatch = Dispatch(self._clock(), num_tokens, num_blocks, prefill, decode)
+        for worker in (prefill, decode):
+            if worker is not None:
+                worker.dispatches.add(dispatch)
+        return dispatch
+
+    def snapshot(self) -> list[Candidate]:
+        return [self._candidate(worker) for worker in self._workers.values()]
+
+    def workers(self) -> list[Worker]:
+        """By name, with those that were lost lately."""
+        oldest = self._clock() - _REMEMBER_LOST_S
+        for name, worker in list(self._workers.items()):
+            if worker.load.state is WorkerState.LOST and worker.reported_at < oldest and not worker.dispatches:
+                del self._workers[name]
+        return sorted(self._workers.values(), key=lambda worker: worker.profile.id.name)
+
+    def age_s(self, worker: Worker) -> float:
+        return self._clock() - worker.reported_at
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """What all workers have in common; None if there is none."""
+        return next((worker.profile.layout for worker in self._present()), None)
+
+    @property
+    def max_sequence_tokens(self) -> int | None:
+        """What the largest cache that can decode holds; None if there is none."""
+        sizes = [
+            worker.profile.num_blocks * worker.profile.layout.block_size
+            for worker in self._present()
+            if Role.DECODE in worker.role
+        ]
+        return max(sizes, default=None)
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Until a worker came, went, or changed its role or state; or the time is over."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+        except TimeoutError:
+            return
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _present(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.load.state is not WorkerState.LOST]
+
+    def _is_ready(self, worker: Worker) -> bool:
+        is_heard = worker.is_reachable and self.age_s(worker) < _SILENCE_S
+        return worker.load.state is WorkerState.READY and is_heard
+
+    def _candidate(self, worker: Worker) -> Candidate:
+        load, coming = worker.load, [each for each in worker.dispatches if not each.is_prefilled]
+        unreported = [
+            each
+            for each in coming
+            if (each.prefill or each.decode) is worker and each.at > worker.reported_at - _SETTLE_S
+        ]
+        num_decoding = sum(each.decode is worker for each in worker.dispatches)
+        return Candidate(
+            id=worker.profile.id,
+            address=worker.profile.address,
+            role=worker.role,
+            is_ready=self._is_ready(worker),
+            fingerprint=worker.profile.layout.fingerprint,
+            num_queued_tokens=load.queued_prefill_tokens + sum(each.num_tokens for each in unreported),
+            num_active=max(load.num_running + load.num_waiting, num_decoding),
+            num_free_blocks=load.num_free_blocks - sum(each.num_blocks for each in coming if each.decode is worker),
+        )
+
+    def _refuse_misfit(self, profile: WorkerProfile) -> None:
+        if not profile.id.name or not profile.id.epoch or not profile.address:
+            raise InvalidArgument("worker_id, epoch and address must not be empty", field="hello")
+        if self._tokenizer_digest and profile.tokenizer_digest != self._tokenizer_digest:
+            raise FailedPrecondition(
+                f"tokenizer_digest is {profile.tokenizer_digest!r} at the worker and {self._tokenizer_digest!r} "
+                "at the router: they must load the same tokenizer",
+                field="hello.tokenizer_digest",
+            )
+        others = [other.profile for other in self._present() if other.profile.id.name != profile.id.name]
+        if not others:
+            return
+        difference = others[0].layout.difference(profile.layout)
+        if difference is not None:
+            raise FailedPrecondition(
+                f"the worker (model {profile.model_name!r}) does not fit those registered "
+                f"(model {others[0].model_name!r}): {difference}",
+                field="hello.layout",
+            )
+        if profile.tokenizer_digest != others[0].tokenizer_digest:
+            raise FailedPrecondition(
+                f"tokenizer_digest is {profile.tokenizer_digest!r} at the worker and "
+                f"{others[0].tokenizer_digest!r} at those registered",
+                field="hello.tokenizer_digest",
+            )

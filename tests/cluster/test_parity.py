@@ -1,0 +1,147 @@
+"""Greedy float32 tokens of the whole system equal a plain transformers loop, and counters prove that KV was received."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from deploy.local import ClusterConfig, LocalCluster
+from protos.client import PdserveClient
+from protos.values import Sampling
+from tests.cluster.asking import Answered, ask, assert_at_rest
+from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BLOCK_SIZE = 16
+WORKER_ARGUMENTS = ("--dtype", "float32", "--num-blocks", "400", "--max-step-tokens", "96", "--max-running", "24")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[(1, 1), (2, 2)], ids=["1P1D", "2P2D"])
+async def cluster(request: pytest.FixtureRequest, tiny_moe: TinyModel) -> AsyncIterator[LocalCluster]:
+    num_prefill, num_decode = request.param
+    config = ClusterConfig(
+        model=str(tiny_moe.folder),
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_threads=1,
+        worker_arguments=WORKER_ARGUMENTS,
+    )
+    async with LocalCluster(config) as cluster:
+        yield cluster
+
+
+def mixed_requests() -> list[tuple[list[int], Sampling]]:
+    """50 prompts: shorter than a block, exactly one, several and a bit; many share a prefix; some answers are one token."""
+    rng = random.Random(7)
+    shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(96)]
+    lengths = [1, 2, 5, 15, 16, 17, 31, 32, 33, 48, 64, 100, 150, 250, 333]
+    requests = []
+    for number in range(50):
+        length = lengths[number % len(lengths)]
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        if number % 3 == 0:
+            prompt = [*shared[: rng.choice([16, 40, 96])], *prompt]
+        max_tokens = 1 if number % 10 == 4 else rng.randrange(2, 40)
+        requests.append((prompt, Sampling(temperature=0, max_tokens=max_tokens)))
+    return requests
+
+
+def assert_received(answered: Answered, prompt: list[int]) -> None:
+    """Every prompt token was computed or cached on prefill, and received or held on decode; nothing was recomputed."""
+    usage = answered.usage
+    assert usage.prompt_tokens == len(prompt)
+    assert usage.output_tokens == len(answered.token_ids)
+    assert usage.prefill_computed_tokens + usage.prefill_cached_tokens == len(prompt)
+    assert (usage.decode_computed_tokens, usage.decode_recomputed_tokens) == (0, 0)
+    assert (usage.num_resumes, usage.num_retries, usage.num_preemptions) == (0, 0, 0)
+    if len(answered.token_ids) > 1:
+        assert usage.disaggregated
+        assert usage.decode_received_tokens + usage.decode_cached_tokens == len(prompt)
+
+
+async def test_fifty_mixed_prompts_at_once(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
+    requests = mixed_requests()
+    async with PdserveClient(cluster.router_address) as client:
+        answers = await asyncio.gather(*(ask(client, prompt, sampling) for prompt, sampling in requests))
+    num_received = 0
+    for (prompt, sampling), answered in zip(requests, answers, strict=True):
+        tiny_moe.assert_greedy(prompt, answered.token_ids)
+        assert EOS not in answered.token_ids[:-1]
+        is_stopped = answered.token_ids[-1] == EOS
+        assert answered.finish_reason == ("stop" if is_stopped else "length")
+        assert is_stopped or len(answered.token_ids) == sampling.max_tokens
+        assert_received(answered, prompt)
+        num_received += answered.usage.decode_received_tokens
+    assert num_received > 3000
+    await assert_at_rest(cluster)
+
+
+@pytest.mark.parametrize("length", [9, 16, 40, 64])
+async def test_second_time_decode_holds_the_prefix(cluster: LocalCluster, tiny_moe: TinyModel, length: int) -> None:
+    """Asked often enough, every pair of workers has seen the prompt: then only the partial last block is sent."""
+    rng = random.Random(length)
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+    async with PdserveClient(cluster.router_address) as client:
+        first, *later = [await ask(client, prompt, Sampling(temperature=0, max_tokens=6)) for _ in range(12)]
+    num_full = length // BLOCK_SIZE * BLOCK_SIZE
+    assert first.usage.decode_received_tokens == length
+    assert later[-1].usage.decode_cached_tokens == num_full
+    assert later[-1].usage.decode_received_tokens == length - num_full
+    assert later[-1].usage.prefill_cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+    for answered in (first, *later):
+        tiny_moe.assert_greedy(prompt, answered.token_ids)
+        assert_received(answered, prompt)
+    await assert_at_rest(cluster)
+
+
+async def test_stop_on_the_first_token(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
+    rng = random.Random(3)
+    async with PdserveClient(cluster.router_address) as client:
+        for length in (5, 16, 50):
+            prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+            first = tiny_moe.greedy(prompt, 1)[0]
+            sampling = Sampling(temperature=0, max_tokens=20, stop_token_ids=[first])
+            answered = await ask(client, prompt, sampling)
+            assert answered.token_ids == [first]
+            assert (answered.finish_reason, answered.text) == ("stop", "")
+            assert_received(answered, prompt)
+    await assert_at_rest(cluster)
+
+
+async def test_min_tokens_holds_the_stop_back(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
+    prompt = [11, 12, 13, 14, 15]
+    plain = tiny_moe.greedy(prompt, 12)
+    async with PdserveClient(cluster.router_address) as client:
+        stop = plain[3]
+        sampling = Sampling(temperature=0, max_tokens=12, min_tokens=6, stop_token_ids=[stop], ignore_eos=True)
+        answered = await ask(client, prompt, sampling)
+    assert len(answered.token_ids) >= 6
+    assert answered.token_ids[: plain.index(stop)] == plain[: plain.index(stop)]
+    assert stop not in answered.token_ids[:5]
+
+
+async def test_text_is_the_decoded_tokens(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
+    from model.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(tiny_moe.folder)
+    async with PdserveClient(cluster.router_address) as client:
+        answered = await ask(client, "Grüße, 世界 🌍", Sampling(temperature=1, seed=5, max_tokens=60, ignore_eos=True))
+    assert answered.text == tokenizer.decode(answered.token_ids)
+
+
+async def test_logprobs_of_every_token(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
+    prompt = [21, 22, 23, 24]
+    async with PdserveClient(cluster.router_address) as client:
+        answered = await ask(client, prompt, Sampling(temperature=0, max_tokens=8, logprobs=3, ignore_eos=True))
+    assert [each.token_id for each in answered.logprobs] == answered.token_ids
+    expected = tiny_moe.logprobs(prompt, answered.token_ids)
+    for each, reference in zip(answered.logprobs, expected, strict=True):
+        assert each.logprob == pytest.approx(float(reference[each.token_id]), abs=1e-3)
+        best = reference.topk(3)
+        assert [token_id for token_id, _ in each.top] == best.indices.tolist()
+        assert [logprob for _, logprob in each.top] == pytest.approx(best.values.tolist(), abs=1e-3)

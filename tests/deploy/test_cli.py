@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from deploy import options
+from deploy.cli import cli
+from deploy.up import cluster_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pdserve(*arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(cli, arguments, input=stdin)
+
+
+@pytest.fixture
+def closed_port() -> Iterator[str]:
+    """An address that nobody listens at while the test runs."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_help_lists_the_commands_in_the_order_a_newcomer_needs_them() -> None:
+    result = pdserve("--help")
+    assert result.exit_code == 0
+    listed = [line.split()[0] for line in result.output.partition("Commands:")[2].splitlines() if line]
+    assert listed == ["demo", "up", "worker", "router", "generate", "chat", "status", "role", "model"]
+
+
+@pytest.mark.parametrize("command", [*cli.commands, "model build"])
+def test_every_option_of_every_command_is_explained(command: str) -> None:
+    node: click.Command = cli
+    for name in command.split():
+        assert isinstance(node, click.Group)
+        node = node.commands[name]
+    assert node.help
+    assert all(parameter.help for parameter in node.params if isinstance(parameter, click.Option))
+    assert pdserve(*command.split(), "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["generate"], "Missing argument 'PROMPT'"),
+        (["generate", "x", "--temperature", "warm"], "'warm' is not a valid float"),
+        (["up", "--runner", "quantum"], "'quantum' is not one of 'torch', 'timed'"),
+        (["role", "decode-0", "sideways"], "'sideways' is not one of 'prefill', 'decode', 'both'"),
+        (["fly"], "No such command 'fly'"),
+        (["model", "build", "gpt-7"], "unknown: gpt-7; there are demo-dense and demo-moe"),
+    ],
+)
+def test_usage_errors_have_their_own_exit_code(arguments: list[str], complaint: str) -> None:
+    result = pdserve(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["up", "--prefill", "0"], "prefill and decode workers need each other: give at least one of each"),
+        (["up", "--prefill", "0", "--decode", "0"], "a cluster has at least one worker"),
+        (["up", "--prefill", "-1"], "a cluster has at least one worker"),
+        (["up", "--model", "gpt-7"], "'gpt-7' is neither a folder here, nor demo-dense or demo-moe"),
+    ],
+)
+def test_wrong_values_are_one_sentence(arguments: list[str], complaint: str) -> None:
+    result = pdserve(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert complaint in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_worker_says_in_one_sentence_what_is_wrong_with_its_settings() -> None:
+    """In a process of its own: a worker takes over logging."""
+    command = [sys.executable, "-m", "deploy.cli", "worker", "--block-size", "0"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (1, "Error: --block-size is 0; it must be at least 1\n")
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["chat", "x"], ["role", "a", "both"]])
+def test_router_that_is_not_there(closed_port: str, command: list[str]) -> None:
+    result = pdserve(*command, "--router", closed_port)
+    assert result.exit_code == 1
+    assert closed_port in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_debug_shows_where_an_error_came_from() -> None:
+    with pytest.raises(ValueError, match="need each other"):
+        CliRunner().invoke(cli, ["--debug", "up", "--prefill", "0"], catch_exceptions=False)
+
+
+def test_up_gives_its_workers_the_options_it_was_given() -> None:
+    config = cluster_config(
+        context := cli.commands["up"].make_context("up", ["--runner", "timed", "--num-blocks", "64", "--drain-s", "3"]),
+        context.params,
+    )
+    assert (config.num_prefill, config.num_decode, config.num_colocated) == (1, 1, 0)
+    given = dict(zip(config.worker_arguments[::2], config.worker_arguments[1::2], strict=True))
+    assert given == {
+        "--runner": "timed",
+        "--num-blocks": "64",
+        "--block-size": "16",
+        "--dtype": "auto",
+        "--max-step-tokens": "512",
+        "--max-running": "64",
+        "--lease-s": "5.0",
+        "--drain-s": "3.0",
+    }
+    worker_flags = {flag for parameter in cli.commands["worker"].params for flag in parameter.opts}
+    assert given.keys() <= worker_flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [
+        ([], (1, 1, 0)),
+        (["--prefill", "2", "--decode", "3"], (2, 3, 0)),
+        (["--colocated", "2"], (0, 0, 2)),
+        (["--colocated", "1", "--decode", "1"], (0, 1, 1)),
+    ],
+)
+def test_up_counts(arguments: list[str], counts: tuple[int, int, int]) -> None:
+    context = cli.commands["up"].make_context("up", arguments)
+    config = cluster_config(context, context.params)
+    assert (config.num_prefill, config.num_decode, config.num_colocated) == counts
+
+
+def test_every_worker_setting_is_an_option_of_both_commands() -> None:
+    for command in ("up", "worker"):
+        names = {parameter.name for parameter in cli.commands[command].params}
+        assert names >= options.WORKER_SETTINGS

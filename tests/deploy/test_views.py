@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from deploy.answer_view import milliseconds, show_answer, summary_lines
+from deploy.status_view import summary_line, workers_table
+from protos.client import Answer
+from protos.values import Chunk, Stage, Status, Summary, Timeline, Usage, WorkerStatus
+
+
+def text_console(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), width=width, highlight=False)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+USAGE = Usage(
+    prompt_tokens=38,
+    output_tokens=8,
+    prefill_computed_tokens=22,
+    prefill_cached_tokens=16,
+    decode_received_tokens=6,
+    decode_cached_tokens=32,
+    decode_computed_tokens=0,
+    decode_recomputed_tokens=0,
+    num_preemptions=0,
+    num_steps=7,
+    num_resumes=0,
+    num_retries=0,
+    disaggregated=True,
+)
+STAGES = (Stage("tokenize", "", 0, 0.0012), Stage("prefill", "prefill-0", 0.003, 0.0964))
+TIMELINE = Timeline(STAGES, ttft_s=0.0994, tpot_s=0.0271, total_s=0.3163)
+
+
+def chunk(text: str) -> Chunk:
+    return Chunk(0, (), text, (), None)
+
+
+async def answer() -> Answer:
+    yield chunk("Par")
+    yield chunk("is.")
+    yield Summary("request-1", USAGE, TIMELINE)
+
+
+async def test_answer_then_timeline_and_sources() -> None:
+    out, about = text_console(), text_console()
+    assert await show_answer(answer(), out, about) == "Paris."
+    assert written(out) == "Paris.\n"
+    assert [line.rstrip() for line in written(about).splitlines()] == [
+        "",
+        "  stage      worker       start     took",
+        "  tokenize   router        0 ms   1.2 ms",
+        "  prefill    prefill-0   3.0 ms    96 ms",
+        "  first token after 99 ms, then 27 ms each, 316 ms in all",
+        "  prefill  38 tokens: 22 computed + 16 cached",
+        "  decode   38 tokens: 6 received + 32 held already",
+        "  answer   8 tokens",
+    ]
+
+
+async def test_quiet_answer_is_text_only() -> None:
+    out = text_console()
+    await show_answer(answer(), out, None)
+    assert written(out) == "Paris.\n"
+
+
+async def test_text_that_has_come_is_ended_with_a_line_when_the_stream_fails() -> None:
+    async def failing() -> Answer:
+        yield chunk("Par")
+        raise ValueError("gone")
+
+    out = text_console()
+    with pytest.raises(ValueError, match="gone"):
+        await show_answer(failing(), out, text_console())
+    assert written(out) == "Par\n"
+
+
+def test_colocated_prompt_is_told_once_and_failures_are_told() -> None:
+    usage = replace(
+        USAGE,
+        output_tokens=1,
+        prefill_cached_tokens=0,
+        decode_received_tokens=0,
+        decode_cached_tokens=0,
+        decode_computed_tokens=22,
+        disaggregated=False,
+        num_retries=2,
+        num_resumes=1,
+    )
+    assert summary_lines(usage, TIMELINE) == [
+        "first token after 99 ms, 316 ms in all",
+        "prefill  22 tokens: 22 computed",
+        "answer   1 token",
+        "failures 2 placed again before the first token, 1 resumed after it",
+    ]
+
+
+TIMES = [(0, "0 ms"), (0.00042, "0.4 ms"), (0.0099, "9.9 ms"), (1.2345, "1234 ms")]
+
+
+@pytest.mark.parametrize(("seconds", "text"), TIMES)
+def test_milliseconds(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text
+
+
+DECODE = WorkerStatus(
+    worker_id="decode-0",
+    epoch="e",
+    address="127.0.0.1:40123",
+    metrics_address="",
+    role="decode",
+    flippable=True,
+    state="ready",
+    model_name="demo-moe",
+    runner="torch",
+    kernels="avx2",
+    num_blocks=4096,
+    num_free_blocks=4084,
+    num_used_blocks=12,
+    num_quarantined_blocks=0,
+    queued_prefill_tokens=0,
+    num_waiting=0,
+    num_running=2,
+    prefill_tokens_per_s=0.0,
+    decode_step_s=0.0,
+    reported_ago_s=0.1,
+)
+
+
+def test_workers_table_is_sorted_and_fits_a_terminal() -> None:
+    prefill = replace(DECODE, worker_id="prefill-0", role="prefill", num_quarantined_blocks=1)
+    status = Status("demo-moe", num_requests_in_flight=3, uptime_s=12.4, workers=(prefill, DECODE))
+    console = text_console(width=110)
+    console.print(workers_table(status))
+    heading, first, second = (line.split() for line in written(console).splitlines())
+    assert heading[:4] == ["worker", "role", "state", "address"]
+    numbers = ["127.0.0.1:40123", "0", "2", "0", "12", "of", "4096"]
+    assert first == ["decode-0", "decode", "ready", *numbers, "0"]
+    assert second == ["prefill-0", "prefill", "ready", *numbers, "1"]
+    assert summary_line(status) == "demo-moe: 2 workers, torch (avx2); 3 requests in flight; router up for 12 s"

@@ -1,0 +1,336 @@
+"""The receiver's promises, one by one; time is a number here."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvtransfer.errors import (
+    AttemptEnded,
+    DecodePoolFull,
+    DuplicateAttempt,
+    InvalidReservation,
+    LayoutMismatch,
+    LeaseExpired,
+    RecordMismatch,
+    SenderGone,
+    SenderNotAttached,
+    TicketEnded,
+    UnknownTicket,
+)
+from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.ticket import HandoverRecord, Reservation, SenderIdentity, Ticket
+from model.block_pool import BlockPool
+from protos.errors import ServiceError
+from tests.kvtransfer.cache import LAYOUT, hashes_of
+
+BLOCK = LAYOUT.block_size
+SENDER = SenderIdentity("prefill-0", "s1")
+OPTIONS = ReceiverOptions(lease_s=9.0, quarantine_grace_s=2.0, num_remembered_attempts=3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Desk:
+    """A receiver with a pool of eight blocks, a clock and one attached sender."""
+
+    def __init__(self, num_blocks: int = 8, headroom: int = 0) -> None:
+        self.clock, self.pool = Clock(), BlockPool(num_blocks)
+        self.failures: list[tuple[str, type[Exception]]] = []
+        self.receiver = Receiver(
+            self.pool,
+            LAYOUT,
+            "d1",
+            options=OPTIONS,
+            failed=lambda attempt_id, error: self.failures.append((attempt_id, type(error))),
+            headroom=lambda: headroom,
+            clock=self.clock,
+        )
+        self.receiver.sender_attached(SENDER.epoch)
+
+    def reserve(self, attempt_id: str = "a", num_tokens: int = 2 * BLOCK, first: int = 0) -> Ticket:
+        return self.receiver.reserve(reservation(attempt_id, num_tokens, first))
+
+    def advance(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.receiver.expire()
+
+
+def reservation(attempt_id: str, num_tokens: int, first: int = 0) -> Reservation:
+    hashes = tuple(hashes_of(num_tokens, first))
+    return Reservation(attempt_id, "r", SENDER, LAYOUT.fingerprint, num_tokens, hashes)
+
+
+def record(ticket: Ticket, attempt_id: str = "a", num_tokens: int = 2 * BLOCK) -> HandoverRecord:
+    return HandoverRecord(
+        ticket_id=ticket.ticket_id,
+        attempt_id=attempt_id,
+        epoch="d1",
+        sender_epoch=SENDER.epoch,
+        layout_fingerprint=LAYOUT.fingerprint,
+        generations=ticket.generations,
+        num_tokens=num_tokens,
+        first_token_id=42,
+        sent_tokens=num_tokens - ticket.num_cached_tokens,
+        sent_bytes=len(ticket.block_ids) * LAYOUT.block_bytes,
+    )
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_committed_sequence_takes_the_blocks_and_its_prefix_is_found_again(desk: Desk) -> None:
+    num_tokens = 2 * BLOCK + 1
+    ticket = desk.reserve(num_tokens=num_tokens)
+    assert (ticket.num_cached_tokens, len(ticket.block_ids), desk.receiver.num_reserved_blocks) == (0, 3, 3)
+    received = desk.receiver.commit(record(ticket, num_tokens=num_tokens))
+    assert received.block_ids == ticket.block_ids
+    assert (received.num_tokens, received.num_cached_tokens, received.num_received_tokens) == (
+        num_tokens,
+        0,
+        num_tokens,
+    )
+    assert received.first_token_id == 42
+    assert (desk.receiver.num_reserved_blocks, desk.pool.num_used) == (0, 3)
+    again = desk.reserve("b", num_tokens)
+    assert (again.num_cached_tokens, len(again.block_ids)) == (2 * BLOCK, 1)
+    shared = desk.receiver.commit(record(again, "b", num_tokens))
+    assert shared.block_ids[:2] == received.block_ids[:2]
+    assert shared.num_received_tokens == 1
+    desk.pool.release(received.block_ids)
+    desk.pool.release(shared.block_ids)
+    assert desk.pool.num_used == 0
+
+
+def test_uncommitted_blocks_are_no_prefix(desk: Desk) -> None:
+    desk.reserve("a")
+    assert desk.reserve("b").num_cached_tokens == 0
+
+
+def test_commit_happens_once(desk: Desk) -> None:
+    ticket = desk.reserve()
+    desk.receiver.commit(record(ticket))
+    with pytest.raises(UnknownTicket):
+        desk.receiver.commit(record(ticket))
+    with pytest.raises(DuplicateAttempt):
+        desk.reserve()
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch)  # late: the sequence keeps its blocks
+    assert desk.pool.num_used == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epoch", "d0"),
+        ("attempt_id", "other"),
+        ("sender_epoch", "s0"),
+        ("layout_fingerprint", "0"),
+        ("num_tokens", 3),
+        ("sent_tokens", 0),
+        ("sent_bytes", 1),
+        ("generations", (7, 7)),
+        ("generations", ()),
+    ],
+)
+def test_record_that_does_not_fit_is_refused_and_changes_nothing(desk: Desk, field: str, value: object) -> None:
+    ticket = desk.reserve()
+    with pytest.raises(RecordMismatch, match=field):
+        desk.receiver.commit(replace(record(ticket), **{field: value}))  # type: ignore[arg-type]
+    assert desk.receiver.num_reserved_blocks == 2
+    desk.receiver.commit(record(ticket))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"layout_fingerprint": "0"}, LayoutMismatch),
+        ({"num_tokens": 0, "block_hashes": ()}, InvalidReservation),
+        ({"num_tokens": -5}, InvalidReservation),
+        ({"num_tokens": 8 * BLOCK + 1}, InvalidReservation),
+        ({"block_hashes": ()}, InvalidReservation),
+        ({"attempt_id": ""}, InvalidReservation),
+        ({"sender": SenderIdentity("prefill-0", "unknown")}, SenderNotAttached),
+    ],
+)
+def test_reservation_that_cannot_be_granted_takes_nothing(
+    desk: Desk, change: dict[str, object], error: type[ServiceError]
+) -> None:
+    with pytest.raises(error):
+        desk.receiver.reserve(replace(reservation("a", 2 * BLOCK), **change))  # type: ignore[arg-type]
+    assert desk.pool.num_used == 0
+    desk.reserve()
+
+
+def test_full_pool_gives_the_matched_prefix_back(desk: Desk) -> None:
+    received = desk.receiver.commit(record(desk.reserve()))
+    desk.reserve("big", 6 * BLOCK, first=500)
+    with pytest.raises(DecodePoolFull, match="1 KV blocks wanted, 0 to give"):
+        desk.reserve("more", 2 * BLOCK + 1)
+    desk.pool.release(received.block_ids)
+    assert desk.pool.num_used == 6
+    assert desk.reserve("more", 2 * BLOCK).num_cached_tokens == 2 * BLOCK
+
+
+def test_headroom_is_kept_for_sequences_that_run_here() -> None:
+    desk = Desk(headroom=3)
+    alone = desk.reserve("a", 8 * BLOCK)  # nobody is here who could want to grow
+    desk.receiver.release(alone.ticket_id, SENDER.epoch)
+    desk.reserve("b", 3 * BLOCK)
+    with pytest.raises(DecodePoolFull, match="3 KV blocks wanted, 2 to give"):
+        desk.reserve("c", 3 * BLOCK, first=500)
+    desk.reserve("c", 2 * BLOCK, first=500)
+
+
+def test_lapsed_lease_is_quarantined_until_the_sender_has_stopped(desk: Desk) -> None:
+    ticket = desk.reserve()
+    desk.advance(8.9)
+    assert desk.receiver.num_live_tickets == 1
+    desk.advance(0.2)
+    assert (desk.receiver.num_reserved_blocks, desk.receiver.num_quarantined_blocks) == (0, 2)
+    assert desk.failures == [("a", LeaseExpired)]
+    desk.advance(1000)
+    assert desk.receiver.oldest_quarantine_s == pytest.approx(1000)
+    assert desk.receiver.heartbeat(SENDER, [ticket.ticket_id]) == [ticket.ticket_id]
+    with pytest.raises(LeaseExpired):
+        desk.receiver.commit(record(ticket))
+    assert desk.pool.num_used == 2
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch)
+    assert desk.pool.num_used == 0
+
+
+def test_commit_after_the_lease_is_refused_even_before_the_timer_runs(desk: Desk) -> None:
+    ticket = desk.reserve()
+    desk.clock.now += 9.0
+    with pytest.raises(LeaseExpired):
+        desk.receiver.commit(record(ticket))
+
+
+def test_heartbeats_renew(desk: Desk) -> None:
+    ticket = desk.reserve()
+    for _ in range(5):
+        desk.advance(6)
+        assert desk.receiver.heartbeat(SENDER, [ticket.ticket_id]) == []
+    desk.receiver.commit(record(ticket))
+
+
+def test_heartbeat_names_what_it_does_not_know(desk: Desk) -> None:
+    assert desk.receiver.heartbeat(SENDER, ["never"]) == ["never"]
+
+
+def test_heartbeat_of_another_process_start_renews_nothing(desk: Desk) -> None:
+    ticket = desk.reserve()
+    restarted = SenderIdentity(SENDER.worker_id, "s2")
+    desk.advance(8)
+    assert desk.receiver.heartbeat(restarted, [ticket.ticket_id]) == [ticket.ticket_id]
+    desk.receiver.release(ticket.ticket_id, restarted.epoch)
+    assert desk.receiver.num_live_tickets == 1
+    desk.advance(1)
+    assert desk.receiver.num_live_tickets == 0
+
+
+def test_ticket_the_sender_never_learnt_of_comes_back(desk: Desk) -> None:
+    desk.reserve()  # the answer is lost
+    for _ in range(4):
+        desk.receiver.heartbeat(SENDER, [])
+        desk.advance(3)
+    assert desk.receiver.num_quarantined_blocks == 2
+    desk.receiver.heartbeat(SENDER, [])
+    assert desk.pool.num_used == 0
+
+
+def test_aborted_attempt_is_quarantined_and_refused_from_then_on(desk: Desk) -> None:
+    ticket = desk.reserve()
+    desk.receiver.abort("a", "the client left")
+    desk.receiver.abort("a", "twice")
+    assert (desk.receiver.num_quarantined_blocks, desk.failures) == (2, [])
+    with pytest.raises(AttemptEnded, match="the client left"):
+        desk.receiver.commit(record(ticket))
+    with pytest.raises(AttemptEnded, match="the client left"):
+        desk.reserve()
+    assert desk.receiver.heartbeat(SENDER, [ticket.ticket_id]) == [ticket.ticket_id]
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch)
+    assert desk.pool.num_used == 0
+
+
+def test_attempt_aborted_before_it_reserves_is_refused(desk: Desk) -> None:
+    desk.receiver.abort("a", "the client left")
+    with pytest.raises(AttemptEnded):
+        desk.reserve()
+    assert desk.pool.num_used == 0
+
+
+def test_memory_of_ended_attempts_is_bounded(desk: Desk) -> None:
+    for number in range(5):
+        desk.receiver.abort(f"a{number}", "cancelled")
+    desk.reserve("a1", BLOCK)  # forgotten
+    with pytest.raises(AttemptEnded):
+        desk.reserve("a2", BLOCK)
+
+
+def test_second_reservation_of_an_attempt_is_a_duplicate(desk: Desk) -> None:
+    desk.reserve()
+    with pytest.raises(DuplicateAttempt):
+        desk.reserve()
+    assert desk.pool.num_used == 2
+
+
+def test_release_before_commit_frees_at_once_and_tells(desk: Desk) -> None:
+    ticket = desk.reserve()
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch, "one token was enough")
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch)
+    assert desk.pool.num_used == 0
+    assert desk.failures == [("a", TicketEnded)]
+    with pytest.raises(TicketEnded, match="one token was enough"):
+        desk.reserve()
+
+
+def test_sender_gone_fails_its_tickets_and_frees_after_the_grace(desk: Desk) -> None:
+    ticket = desk.reserve()
+    desk.reserve("b", first=500)
+    desk.receiver.abort("b", "the client left")
+    desk.receiver.sender_gone(SENDER.epoch)
+    assert desk.failures == [("a", SenderGone)]
+    desk.advance(1.9)
+    assert desk.receiver.num_quarantined_blocks == 4
+    with pytest.raises(SenderGone):
+        desk.receiver.commit(record(ticket))
+    with pytest.raises(SenderNotAttached):
+        desk.reserve("c")
+    desk.advance(0.2)
+    assert desk.pool.num_used == 0
+
+
+def test_sender_is_gone_with_its_last_stream(desk: Desk) -> None:
+    desk.receiver.sender_attached(SENDER.epoch)
+    ticket = desk.reserve()
+    desk.receiver.sender_gone(SENDER.epoch)  # the old stream's end is noticed late
+    desk.receiver.commit(record(ticket))
+    desk.receiver.sender_gone(SENDER.epoch)
+    desk.receiver.sender_gone("never attached")
+    assert desk.failures == []
+
+
+async def test_timer_judges_without_any_message() -> None:
+    pool = BlockPool(4)
+    failures: dict[str, Exception] = {}
+    options = ReceiverOptions(lease_s=0.02, timer_s=0.005)
+    receiver = Receiver(pool, LAYOUT, "d1", options=options, failed=failures.__setitem__)
+    receiver.sender_attached(SENDER.epoch)
+    receiver.reserve(reservation("a", BLOCK))
+    timer = asyncio.create_task(receiver.run())
+    async with asyncio.timeout(2):
+        while "a" not in failures:
+            await asyncio.sleep(0.005)
+    timer.cancel()
+    await asyncio.wait([timer])
+    assert isinstance(failures["a"], LeaseExpired)

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from model.runner import Chunk
+from model.sampling import COLDEST, NonFiniteLogits, sample
+from model.sampling_params import SamplingParams
+
+VOCAB = 300
+GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=100)
+
+
+def row(sampling: SamplingParams, history: list[int] | None = None, num_prompt_tokens: int = 1) -> Chunk:
+    history = [1] if history is None else history
+    return Chunk(history[-1:], len(history) - 1, (0,), sampling, history, num_prompt_tokens)
+
+
+def tokens(logits: Tensor, rows: list[Chunk]) -> list[int]:
+    return [sampled.token_id for sampled in sample(logits, rows)]
+
+
+def random_logits(num_rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def processed(logits: Tensor, chunk: Chunk) -> Tensor:
+    """What transformers and OpenAI's formula make of one row of logits, [V]."""
+    params = chunk.sampling
+    assert params is not None
+    ids, scores = torch.LongTensor([chunk.history]), logits.clone().unsqueeze(0)
+    if params.repetition_penalty != 1.0:
+        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
+    for token, count in Counter(chunk.history[chunk.num_prompt_tokens :]).items():
+        scores[0, token] -= params.frequency_penalty * count + params.presence_penalty
+    if params.min_tokens and params.stop_token_ids:
+        stop = MinNewTokensLengthLogitsProcessor(
+            chunk.num_prompt_tokens, params.min_tokens, list(params.stop_token_ids), device="cpu"
+        )
+        scores = stop(ids, scores)
+    if params.temperature not in (0.0, 1.0):
+        scores = TemperatureLogitsWarper(params.temperature)(ids, scores)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(ids, scores)
+    if params.top_p < 1.0:
+        scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
+    return scores[0]
+
+
+def draws(logits: Tensor, chunk: Chunk, num_draws: int) -> Counter[int]:
+    """Of the same row under different seeds."""
+    assert chunk.sampling is not None
+    rows = [replace(chunk, sampling=replace(chunk.sampling, seed=seed)) for seed in range(num_draws)]
+    return Counter(tokens(logits.expand(num_draws, -1), rows))
+
+
+def assert_drawn_from(counts: Counter[int], probs: Tensor) -> None:
+    """No token without mass, and a chi-square within five standard deviations (rare tokens are one cell)."""
+    num_draws = counts.total()
+    assert all(probs[token] > 0 for token in counts), "a token was drawn that the filters exclude"
+    cells: list[tuple[float, float]] = []
+    rest_found, rest_expected = 0.0, 0.0
+    for token, prob in enumerate(probs.tolist()):
+        if prob * num_draws >= 10:
+            cells.append((counts[token], prob * num_draws))
+        else:
+            rest_found, rest_expected = rest_found + counts[token], rest_expected + prob * num_draws
+    if rest_expected >= 5:
+        cells.append((rest_found, rest_expected))
+    statistic = sum((found - expected) ** 2 / expected for found, expected in cells)
+    degrees = max(1, len(cells) - 1)
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees)
+
+
+FILTERS = {
+    "nothing": SAMPLED,
+    "cold": replace(SAMPLED, temperature=0.3),
+    "hot": replace(SAMPLED, temperature=2.5),
+    "top_k": replace(SAMPLED, top_k=7),
+    "top_k of one": replace(SAMPLED, top_k=1),
+    "top_k beyond the vocabulary": replace(SAMPLED, top_k=10 * VOCAB),
+    "top_p": replace(SAMPLED, top_p=0.8),
+    "top_p of nearly nothing": replace(SAMPLED, top_p=1e-6),
+    "top_p of nearly all": replace(SAMPLED, top_p=0.9999, temperature=3.0),
+    "min_p": replace(SAMPLED, min_p=0.05),
+    "min_p of one": replace(SAMPLED, min_p=1.0),
+    "repetition": replace(SAMPLED, repetition_penalty=1.7),
+    "presence": replace(SAMPLED, presence_penalty=1.5),
+    "frequency": replace(SAMPLED, frequency_penalty=-0.8),
+    "min_tokens": replace(SAMPLED, min_tokens=50, stop_token_ids=(2, 3, 4)),
+    "all": SamplingParams(
+        max_tokens=100,
+        min_tokens=50,
+        temperature=0.9,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        stop_token_ids=(2, 3, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_draws_come_from_the_distribution_of_the_reference(name: str) -> None:
+    logits = random_logits(1, seed=3)[0]
+    likeliest = logits.topk(6).indices.tolist()
+    chunk = row(FILTERS[name], history=[5, 6, likeliest[0], 7, likeliest[1], likeliest[1], 9], num_prompt_tokens=4)
+    logits[2] = 4.0  # a stop token that would often be drawn
+    assert_drawn_from(draws(logits, chunk, 2000), processed(logits, chunk).softmax(dim=-1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    temperature=st.sampled_from([0.2, 1.0, 4.0]),
+    top_k=st.integers(0, 20),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.sampled_from([0.0, 0.001, 0.2]),
+    repetition=st.sampled_from([0.5, 1.0, 1.5]),
+    history=st.lists(st.integers(0, 19), min_size=1, max_size=12),
+)
+def test_what_passes_the_filters_is_what_passes_the_references(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, repetition: float, history: list[int]
+) -> None:
+    """On 20 tokens, the 200 draws of a row cover whatever has a fair mass, and never touch what has none."""
+    params = SamplingParams(
+        max_tokens=99, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition
+    )
+    logits = random_logits(1, seed, vocab=20)[0]
+    chunk = row(params, history)
+    probs = processed(logits, chunk).softmax(dim=-1)
+    counts = draws(logits, chunk, 200)
+    sure = {token for token, prob in enumerate(probs.tolist()) if prob > 0.1}
+    assert sure <= set(counts)
+    borderline = probs[sorted(counts)] == 0
+    assert not borderline.any()
+
+
+def test_greedy_is_the_argmax_after_penalties() -> None:
+    logits = random_logits(4, seed=9)
+    histories = [logits[index].topk(3).indices.tolist() for index in range(4)]
+    plain = [row(GREEDY, history) for history in histories]
+    assert tokens(logits, plain) == logits.argmax(dim=-1).tolist()
+    penalised = [row(replace(GREEDY, repetition_penalty=3.0, presence_penalty=1.0), h) for h in histories]
+    expected = [int(processed(logits[index], chunk).argmax()) for index, chunk in enumerate(penalised)]
+    assert tokens(logits, penalised) == expected
+    assert expected != logits.argmax(dim=-1).tolist()
+
+
+def test_penalties_count_prompt_and_output_apart() -> None:
+    logits = torch.zeros(1, 8)
+    logits[0, :3] = torch.tensor([2.0, 1.9, 1.8])
+    presence = replace(GREEDY, presence_penalty=1.0)
+    assert tokens(logits, [row(presence, [0, 1, 2], num_prompt_tokens=3)]) == [0]  # prompt does not count
+    assert tokens(logits, [row(presence, [0, 0, 1], num_prompt_tokens=1)]) == [2]  # 1.0, 0.9, 1.8
+    frequency = replace(GREEDY, frequency_penalty=0.06)
+    assert tokens(logits, [row(frequency, [5, 0], num_prompt_tokens=1)]) == [0]  # 1.94
+    assert tokens(logits, [row(frequency, [5, 0, 0], num_prompt_tokens=1)]) == [1]  # 1.88
+    repetition = replace(GREEDY, repetition_penalty=1.07)
+    assert tokens(logits, [row(repetition, [0, 5], num_prompt_tokens=2)]) == [1]  # prompt counts; 1.87
+
+
+def test_repetition_pushes_a_negative_logit_further_down() -> None:
+    logits = torch.tensor([[-1.0, -1.1, -9.0]])
+    assert tokens(logits, [row(replace(GREEDY, repetition_penalty=1.2), [0])]) == [1]
+
+
+def test_min_tokens_forbids_stops_until_so_many_tokens_are_out() -> None:
+    logits = torch.tensor([[0.0, 5.0, 3.0, 1.0]])
+    params = replace(GREEDY, min_tokens=2, stop_token_ids=(-1, 1, 2, 1000))
+    assert tokens(logits, [row(params, [0], num_prompt_tokens=1)]) == [3]
+    assert tokens(logits, [row(params, [0, 3], num_prompt_tokens=1)]) == [3]
+    assert tokens(logits, [row(params, [0, 3, 3], num_prompt_tokens=1)]) == [1]
+
+
+def test_ties_at_the_edge_of_a_filter_all_stay() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, -30.0])
+    for params in (replace(SAMPLED, top_k=2), replace(SAMPLED, top_p=0.6)):
+        counts = draws(logits, row(params), 2000)
+        assert_drawn_from(counts, torch.tensor([2.0, 1.0, 1.0, 1.0, -math.inf]).softmax(dim=-1))
+
+
+def test_top_p_is_exact_where_the_nucleus_is_larger_than_the_first_look() -> None:
+    """4,000 nearly equal tokens, half the mass: what is drawn must be the upper half, every part of it alike."""
+    logits = torch.linspace(0.0, 1e-3, 4000)[torch.randperm(4000, generator=torch.Generator().manual_seed(1))]
+    kept = TopPLogitsWarper(0.5)(torch.tensor([[1]]), logits.unsqueeze(0))[0] > -math.inf
+    counts = draws(logits, row(replace(SAMPLED, top_p=0.5)), 600)
+    drawn = torch.tensor(sorted(counts))
+    outside = drawn[~kept[drawn]]
+    assert len(outside) <= 1  # float32 sums of 2,000 terms may disagree on the very last token
+    assert len(counts) > 450
+
+
+def test_a_row_gets_the_same_token_in_any_batch() -> None:
+    logits = random_logits(12, seed=5)
+    kinds = [*FILTERS.values(), GREEDY, replace(GREEDY, repetition_penalty=2.0), replace(SAMPLED, num_logprobs=3)]
+    rows = [
+        row(replace(kinds[index % len(kinds)], seed=index), [index, 3, 5, 8], num_prompt_tokens=2)
+        for index in range(12)
+    ]
+    together = tokens(logits, rows)
+    assert [tokens(logits[index : index + 1], [rows[index]])[0] for index in range(12)] == together
+    order = [7, 3, 11, 0, 2]
+    assert tokens(logits[order], [rows[index] for index in order]) == [together[index] for index in order]
+
+
+def test_noise_is_keyed_by_seed_and_position_only() -> None:
+    logits = torch.zeros(1, VOCAB)
+    first = tokens(logits, [row(replace(SAMPLED, seed=4), [1, 2, 3])])
+    assert tokens(logits, [row(replace(SAMPLED, seed=4), [9, 9, 9], num_prompt_tokens=3)]) == first
+    assert tokens(logits, [row(replace(SAMPLED, seed=5), [1, 2, 3])]) != first
+    assert tokens(logits, [row(replace(SAMPLED, seed=4), [1, 2, 3, 4])]) != first
+    assert tokens(logits, [row(replace(SAMPLED, seed=4, top_p=0.999999), [1, 2, 3])]) == first  # filters keep the noise
+
+
+def test_greedy_and_sampled_rows_mix() -> None:
+    logits = random_logits(64, seed=2)
+    rows = [row(GREEDY if index % 2 else replace(SAMPLED, seed=index)) for index in range(64)]
+    found, likeliest = tokens(logits, rows), logits.argmax(dim=-1).tolist()
+    assert found[1::2] == likeliest[1::2]
+    assert found[::2] != likeliest[::2]
+
+
+def test_any_temperature_is_safe() -> None:
+    logits = random_logits(1, seed=6)
+    for temperature in (5e-324, 1e-30, COLDEST):
+        assert tokens(logits, [row(replace(SAMPLED, temperature=temperature))]) == logits.argmax(dim=-1).tolist()
+    huge = draws(logits[0], row(replace(SAMPLED, temperature=1e30)), 3000)
+    assert_drawn_from(huge, torch.full((VOCAB,), 1 / VOCAB))
+
+
+def test_logprobs_are_of_the_untouched_logits() -> None:
+    logits = random_logits(3, seed=8)
+    harsh = replace(FILTERS["all"], min_tokens=0, num_logprobs=4, seed=3)
+    results = sample(logits, [row(harsh, [1, 2, 3]), row(GREEDY), row(replace(GREEDY, num_logprobs=0))])
+    reference = logits.double().log_softmax(dim=-1)
+    assert results[1].logprobs is None
+    for index, count in ((0, 4), (2, 0)):
+        logprobs = results[index].logprobs
+        assert logprobs is not None
+        assert logprobs.chosen == pytest.approx(float(reference[index, results[index].token_id]), abs=1e-5)
+        values, ids = reference[index].topk(max(count, 1))
+        assert [token for token, _ in logprobs.top] == ids.tolist()[:count]
+        assert [value for _, value in logprobs.top] == pytest.approx(values.tolist()[:count], abs=1e-5)
+
+
+def test_logits_are_left_alone_and_any_float_type_will_do() -> None:
+    logits = random_logits(2, seed=4).bfloat16()
+    before = logits.clone()
+    rows = [row(FILTERS["all"], [1, 2]), row(replace(GREEDY, num_logprobs=2))]
+    found = sample(logits, rows)
+    assert torch.equal(logits, before)
+    assert [sampled.token_id for sampled in sample(logits.float(), rows)] == [sampled.token_id for sampled in found]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERS["all"]])
+def test_logits_that_are_not_finite_are_named_not_sampled(bad: float, params: SamplingParams) -> None:
+    logits = random_logits(4)
+    logits[2, 17] = bad
+    with pytest.raises(NonFiniteLogits, match="row 2 ") as raised:
+        sample(logits, [row(params)] * 4)
+    assert raised.value.rows == (2,)
+
+
+def test_a_forbidden_token_is_never_drawn_and_no_error() -> None:
+    logits = torch.full((1, 8), -math.inf)
+    logits[0, 5] = -3.0
+    for params in (GREEDY, SAMPLED, replace(SAMPLED, top_p=0.5, top_k=3, min_p=0.1)):
+        assert tokens(logits, [row(params)]) == [5]
+    with pytest.raises(NonFiniteLogits):
+        sample(torch.full((1, 8), -math.inf), [row(GREEDY)])

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from model.sampling_params import InvalidSampling, SamplingParams
+
+LIMITS = [
+    ("max_tokens", [1, 10**6], [0, -1]),
+    ("min_tokens", [0, 8], [-1, 9]),  # max_tokens is 8
+    ("temperature", [0.0, 1e-9, 100.0], [-0.1, math.inf, math.nan]),
+    ("top_k", [0, 1, 10**6], [-1]),
+    ("top_p", [1e-9, 1.0], [0.0, 1.1, -1.0, math.nan]),
+    ("min_p", [0.0, 1.0], [-0.1, 1.1, math.nan]),
+    ("repetition_penalty", [0.1, 9.0], [0.0, -1.0, math.inf, math.nan]),
+    ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
+    ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
+    ("seed", [0, 2**64 - 1], [-1, 2**64]),
+    ("stop_token_ids", [(), tuple(range(64))], [tuple(range(65))]),
+    ("num_logprobs", [None, 0, 20], [-1, 21]),
+]
+
+
+def made(field: str, value: object) -> SamplingParams:
+    values: dict[str, Any] = {"max_tokens": 8, field: value}
+    return SamplingParams(**values)
+
+
+@pytest.mark.parametrize(("field", "good", "bad"), LIMITS)
+def test_limits_name_the_field(field: str, good: list[object], bad: list[object]) -> None:
+    for value in good:
+        params = made(field, value)
+        assert getattr(params, field) == value
+    for value in bad:
+        with pytest.raises(InvalidSampling) as raised:
+            made(field, value)
+        assert raised.value.field == ("logprobs" if field == "num_logprobs" else field)
+        assert str(raised.value) == f"{raised.value.field} {raised.value.problem}"
+
+
+def test_what_a_row_needs() -> None:
+    assert SamplingParams(max_tokens=1, temperature=0.0).is_greedy
+    assert not SamplingParams(max_tokens=1, temperature=1e-9).is_greedy
+    assert not SamplingParams(max_tokens=1).has_penalties
+    for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert made(penalty, 0.5).has_penalties
+
+
+def test_fewer_tokens_take_min_tokens_along() -> None:
+    params = SamplingParams(max_tokens=10, min_tokens=4, seed=7)
+    assert params.with_max_tokens(3) == SamplingParams(max_tokens=3, min_tokens=3, seed=7)
+    assert params.with_max_tokens(20) == SamplingParams(max_tokens=20, min_tokens=4, seed=7)
