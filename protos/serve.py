@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +23,11 @@ from grpc_reflection.v1alpha import reflection
 from protos.calls import CallInterceptor
 from protos.channel import KEEPALIVE_S, MAX_MESSAGE_BYTES
 
+logger = logging.getLogger(__name__)
+
 Servicer = TypeVar("Servicer")
+
+_UNWIND_S = 10.0
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # two processes on one port would each get some of the calls
@@ -89,7 +94,7 @@ class GrpcServer:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Tells health checks, lets requests finish for up to `grace_s`, then cancels what is left and closes.
 
-        When it returns, every handler has.
+        When it returns, every handler has (or has ignored being cancelled, which is logged).
         """
         await self._health.enter_graceful_shutdown()
         try:
@@ -99,7 +104,14 @@ class GrpcServer:
             pass  # these have had their time
         finally:
             await self._server.stop(None)
-            await self._calls.no_calls()
+            await self._unwound()
+
+    async def _unwound(self) -> None:
+        try:
+            async with asyncio.timeout(_UNWIND_S):
+                await self._calls.no_calls()
+        except TimeoutError:
+            logger.error("handlers at %s are still running after they were cancelled", self.address)
 
 
 class MetricsServer:

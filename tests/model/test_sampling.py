@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,15 @@ from model.sampling_params import SamplingParams
 VOCAB = 300
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=100)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small tensors on a busy machine: threads would mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def row(sampling: SamplingParams, history: list[int] | None = None, num_prompt_tokens: int = 1) -> Chunk:

@@ -52,7 +52,12 @@ async def test_bytes_that_are_no_message_are_the_callers_doing(raw: bytes, metho
             if method == "Generate":
                 await bytes_stream(channel, f"/{SERVICE}/{method}")(raw).read()
             else:
-                await channel.unary_unary(f"/{SERVICE}/{method}")(raw)
+                await _call_with_bytes(channel, f"/{SERVICE}/{method}", raw)
+
+
+async def _call_with_bytes(channel: grpc.aio.Channel, method: str, raw: bytes) -> None:
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+    await call(raw)
 
 
 async def test_message_over_the_limit_is_refused_and_the_next_is_served() -> None:
@@ -124,7 +129,7 @@ async def test_health_of_process_and_service_are_apart() -> None:
 
         async def status(service: str) -> str:
             response = await health.Check(health_pb2.HealthCheckRequest(service=service))
-            return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
         assert (await status(""), await status(SERVICE)) == ("SERVING", "SERVING")
         await server.set_serving(SERVICE, False)
@@ -154,7 +159,7 @@ async def test_calls_are_counted_by_method_and_code() -> None:
     async with running_echo() as (_, _, channel):
         await _name(inference_pb2_grpc.InferenceStub(channel), "x")
         with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary(method)(b"\xff")
+            await _call_with_bytes(channel, method, b"\xff")
     assert {code: count(code) - number for code, number in before.items()} == {"OK": 1, "INVALID_ARGUMENT": 1}
     assert REGISTRY.get_sample_value("pdserve_grpc_calls_in_flight", {"method": method}) == 0
 

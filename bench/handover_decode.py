@@ -1,0 +1,63 @@
+"""The other end of `bench.handover`: a decode worker's cache, pool and services, without the model that would decode.
+
+Started by it as a process of its own; says where it is in one line of JSON and ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from decode.service import DecodeService
+from kvtransfer.nixl_agent import NixlAgent
+from kvtransfer.ticket import PeerDescription
+from model.block_pool import BlockPool
+from model.kv_cache import PagedKVCache
+from model.kv_layout import KVLayout
+from model.tokenizer import Tokenizer
+from protos import decode_pb2_grpc
+from protos.serve import GrpcServer
+
+LEASE_S = 1.0  # nobody claims what arrives: its blocks come back after so long
+
+
+async def serve(folder: Path, layout: KVLayout, num_blocks: int) -> None:
+    cache = PagedKVCache(layout, num_blocks, torch.device("cpu"))
+    cache.memory.zero_()  # a cache that has been in use: its pages are there
+    epoch = f"decode-{os.getpid()}"
+    agent = NixlAgent(epoch, cache.address, num_blocks * layout.block_bytes)
+    description = PeerDescription(epoch, agent.name, agent.metadata(), layout, num_blocks, cache.address, -1)
+    service = DecodeService(
+        pool=BlockPool(num_blocks),
+        description=description,
+        tokenizer=Tokenizer.load(folder),
+        max_running=1,
+        lease_s=LEASE_S,
+        wake=lambda: None,
+    )
+    server = GrpcServer("127.0.0.1", 0)
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
+    await server.start()
+    timer = asyncio.create_task(service.receiver.run())
+    hello = {
+        "address": server.address,
+        "epoch": epoch,
+        "agent_metadata": agent.metadata().hex(),
+        "base_address": cache.address,
+    }
+    print(json.dumps(hello), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    timer.cancel()
+    await asyncio.wait([timer])
+    await server.stop()
+    service.close()
+    agent.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), KVLayout(**json.loads(sys.argv[2])), int(sys.argv[3])))

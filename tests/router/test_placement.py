@@ -1,0 +1,176 @@
+"""Placement as tables and properties: it is a pure function, so nothing runs here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.errors import NoWorker
+from router.placement import Candidate, Demand, Placement, Role, WorkerId, can_serve, place
+
+DEMAND = Demand(num_blocks=4, wants_decode=True)
+ONE_TOKEN = Demand(num_blocks=4, wants_decode=False)
+
+
+def worker(
+    name: str, role: Role, *, queued: int = 0, active: int = 0, free: int = 50, ready: bool = True, layout: str = "a"
+) -> Candidate:
+    return Candidate(
+        id=WorkerId(name, "e1"),
+        address=f"{name}:1",
+        role=role,
+        is_ready=ready,
+        fingerprint=layout,
+        num_queued_tokens=queued,
+        num_active=active,
+        num_free_blocks=free,
+    )
+
+
+def names(placement: Placement) -> tuple[str | None, str | None]:
+    return (
+        placement.prefill.id.name if placement.prefill else None,
+        placement.decode.id.name if placement.decode else None,
+    )
+
+
+def placed(*workers: Candidate, demand: Demand = DEMAND, avoid: tuple[str, ...] = ()) -> tuple[str | None, str | None]:
+    return names(place(workers, demand, {WorkerId(name, "e1") for name in avoid}, random.Random(1)))
+
+
+P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+
+
+def test_roles_are_numbered_as_in_the_contract() -> None:
+    from protos import workers_pb2
+
+    numbers = (workers_pb2.ROLE_PREFILL, workers_pb2.ROLE_DECODE, workers_pb2.ROLE_BOTH)
+    assert (Role.PREFILL.value, Role.DECODE.value, Role.BOTH.value) == numbers
+
+
+def test_prefill_goes_where_fewest_tokens_wait() -> None:
+    assert placed(worker("p0", P, queued=500), worker("p1", P, queued=499), worker("d", D)) == ("p1", "d")
+
+
+def test_decode_goes_where_least_runs() -> None:
+    assert placed(worker("p", P), worker("d0", D, active=3), worker("d1", D, active=2)) == ("p", "d1")
+
+
+def test_decode_with_room_goes_before_decode_that_runs_less() -> None:
+    full = worker("d0", D, active=0, free=3)
+    assert placed(worker("p", P), full, worker("d1", D, active=9, free=4)) == ("p", "d1")
+    assert placed(worker("p", P), full) == ("p", "d0")  # it will make room: prefill waits for its ticket
+
+
+def test_of_equals_the_one_with_more_free_blocks_decodes() -> None:
+    assert placed(worker("p", P), worker("d0", D, free=10), worker("d1", D, free=11)) == ("p", "d1")
+
+
+def test_worker_that_does_both_keeps_the_sequence() -> None:
+    assert placed(worker("b0", B, queued=1), worker("b1", B)) == (None, "b1")
+    assert placed(worker("b", B), worker("p", P, queued=9), worker("d", D)) == (None, "b")
+
+
+def test_worker_that_does_both_decodes_for_a_prefill_worker() -> None:
+    assert placed(worker("b", B, queued=9), worker("p", P)) == ("p", "b")
+
+
+def test_one_token_needs_prefill_only() -> None:
+    assert placed(worker("p", P), demand=ONE_TOKEN) == ("p", None)
+    assert placed(worker("b", B), demand=ONE_TOKEN) == ("b", None)
+
+
+def test_layouts_agree() -> None:
+    assert placed(worker("p", P, layout="b"), worker("d0", D), worker("d1", D, active=9, layout="b")) == ("p", "d1")
+    quick_but_alone = worker("p0", P, layout="b")
+    assert placed(quick_but_alone, worker("p1", P, queued=900), worker("d", D)) == ("p1", "d")
+
+
+def test_avoided_workers_are_taken_only_if_there_is_no_other() -> None:
+    fleet = (worker("p0", P), worker("p1", P, queued=900), worker("d0", D), worker("d1", D, active=9))
+    assert placed(*fleet, avoid=("p0", "d0")) == ("p1", "d1")
+    assert placed(*fleet, avoid=("p0", "p1", "d0")) == ("p0", "d1")
+    assert placed(worker("p0", P), worker("d0", D), avoid=("p0", "d0")) == ("p0", "d0")
+
+
+def test_restarted_worker_is_not_the_one_to_avoid() -> None:
+    restarted = replace(worker("d0", D), id=WorkerId("d0", "e2"))
+    avoid = {WorkerId("d0", "e1"), WorkerId("d1", "e1")}
+    workers = [worker("p", P), restarted, worker("d1", D)]
+    assert names(place(workers, DEMAND, avoid, random.Random(1))) == ("p", "d0")
+
+
+@pytest.mark.parametrize(
+    "workers, problem",
+    [
+        ([], "no worker can prefill: none of the 0 registered has the role prefill or both"),
+        ([worker("d", D)], "no worker can prefill: none of the 1 registered has the role prefill or both"),
+        ([worker("p", P)], "no worker can decode: none of the 1 registered has the role decode or both"),
+        ([worker("p", P, ready=False), worker("d", D)], "no worker can prefill: 1 registered .* 0 of them ready"),
+        ([worker("p", P), worker("d", D, ready=False)], "no worker can decode: 1 registered .* 0 of them ready"),
+        ([worker("b", B, ready=False)], "no worker can prefill: 1 registered"),
+        ([worker("p", P), worker("d", D, layout="b")], "no worker can decode: 1 registered"),
+    ],
+)
+def test_who_is_missing_is_said(workers: list[Candidate], problem: str) -> None:
+    with pytest.raises(NoWorker, match=problem):
+        place(workers, DEMAND, (), random.Random(1))
+    assert not can_serve(workers)
+
+
+def test_ties_are_broken_by_chance_and_evenly() -> None:
+    fleet = [worker(f"p{index}", P) for index in range(4)] + [worker(f"d{index}", D) for index in range(4)]
+    rng = random.Random(7)
+    chosen = [names(place(fleet, DEMAND, (), rng)) for _ in range(800)]
+    for position in (0, 1):
+        counts = [sum(pair[position] == name for pair in chosen) for name in {pair[position] for pair in chosen}]
+        assert len(counts) == 4 and min(counts) > 150
+
+
+roles = st.sampled_from([P, D, B])
+fleets = st.lists(
+    st.builds(
+        worker,
+        st.uuids().map(str),
+        roles,
+        queued=st.integers(0, 3),
+        active=st.integers(0, 3),
+        free=st.integers(0, 8),
+        ready=st.booleans(),
+        layout=st.sampled_from(["a", "b"]),
+    ),
+    max_size=7,
+)
+
+
+@given(fleets, st.integers(0, 2**32), st.booleans())
+def test_a_placement_is_always_one_that_works(workers: list[Candidate], seed: int, wants_decode: bool) -> None:
+    demand = Demand(4, wants_decode)
+    try:
+        placement = place(workers, demand, (), random.Random(seed))
+    except NoWorker:
+        ready = [each for each in workers if each.is_ready]
+        pairs = [(a, b) for a in ready for b in ready if P in a.role and D in b.role and a.fingerprint == b.fingerprint]
+        assert not pairs if wants_decode else not any(P in each.role for each in ready)
+        return
+    first = placement.prefill or placement.decode
+    assert first is not None and P in first.role
+    assert all(each.is_ready for each in placement.workers)
+    assert (placement.decode is not None) == wants_decode
+    if placement.prefill is not None and placement.decode is not None:
+        assert D in placement.decode.role
+        assert placement.prefill.fingerprint == placement.decode.fingerprint
+        assert placement.prefill.id != placement.decode.id
+
+
+@given(fleets, st.integers(0, 2**32))
+def test_serving_means_that_a_request_can_be_placed(workers: list[Candidate], seed: int) -> None:
+    if can_serve(workers):
+        assert place(workers, DEMAND, (), random.Random(seed)).decode is not None
+    else:
+        with pytest.raises(NoWorker):
+            place(workers, DEMAND, (), random.Random(seed))

@@ -1,0 +1,231 @@
+"""The worker table alone: registration, load as it is counted, roles, and what is left of a worker that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from model.kv_layout import KVLayout
+from protos.errors import FailedPrecondition, InvalidArgument, NotFound
+from router.placement import Candidate, Demand, Placement, Role, WorkerId, place
+from router.workers import Replaced, Worker, WorkerLoad, WorkerProfile, WorkerState, WorkerTable
+
+LAYOUT = KVLayout("m1", "float32", 2, 2, 8, block_size=16)
+READY = WorkerLoad(WorkerState.READY, num_free_blocks=100)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> WorkerTable:
+    return WorkerTable("t1", clock)
+
+
+def profile(name: str, role: Role, epoch: str = "e1", layout: KVLayout = LAYOUT, **fields: object) -> WorkerProfile:
+    known = WorkerProfile(WorkerId(name, epoch), f"{name}:1", role, True, "tiny", "t1", layout, num_blocks=100)
+    return replace(known, **fields)  # type: ignore[arg-type]
+
+
+def candidate(table: WorkerTable, name: str) -> Candidate:
+    (found,) = [each for each in table.snapshot() if each.id.name == name]
+    return found
+
+
+def two_pools(table: WorkerTable) -> tuple[Worker, Worker]:
+    return table.register(profile("p", Role.PREFILL), READY), table.register(profile("d", Role.DECODE), READY)
+
+
+def placement_of(table: WorkerTable) -> Placement:
+    return place(table.snapshot(), Demand(3, True), (), random.Random(1))
+
+
+def test_load_is_counted_at_dispatch_and_taken_back_at_the_end(table: WorkerTable) -> None:
+    two_pools(table)
+    before = table.snapshot()
+    dispatch = table.dispatch(placement_of(table), num_tokens=40, num_blocks=3)
+    assert candidate(table, "p").num_queued_tokens == 40
+    assert (candidate(table, "d").num_active, candidate(table, "d").num_free_blocks) == (1, 97)
+    dispatch.prefilled()
+    assert candidate(table, "p").num_queued_tokens == 0
+    assert (candidate(table, "d").num_active, candidate(table, "d").num_free_blocks) == (1, 100)
+    dispatch.end()
+    dispatch.end()
+    assert table.snapshot() == before
+
+
+def test_report_takes_over_what_it_can_have_seen(table: WorkerTable, clock: Clock) -> None:
+    prefill, _ = two_pools(table)
+    table.dispatch(placement_of(table), num_tokens=40, num_blocks=3)
+    clock.now += 0.01
+    table.report(prefill, replace(READY, queued_prefill_tokens=7))
+    assert candidate(table, "p").num_queued_tokens == 47  # the report may have been under way before
+    clock.now += 1.0
+    table.report(prefill, replace(READY, queued_prefill_tokens=30))
+    assert candidate(table, "p").num_queued_tokens == 30
+
+
+def test_colocated_load_is_counted_once(table: WorkerTable) -> None:
+    table.register(profile("b", Role.BOTH), READY)
+    dispatch = table.dispatch(placement_of(table), num_tokens=40, num_blocks=3)
+    assert (candidate(table, "b").num_queued_tokens, candidate(table, "b").num_active) == (40, 1)
+    dispatch.end()
+    assert (candidate(table, "b").num_queued_tokens, candidate(table, "b").num_active) == (0, 0)
+
+
+def test_next_dispatch_goes_elsewhere_before_any_report(table: WorkerTable) -> None:
+    for name in ("p0", "p1", "p2"):
+        table.register(profile(name, Role.PREFILL), READY)
+    for name in ("d0", "d1", "d2"):
+        table.register(profile(name, Role.DECODE), READY)
+    chosen = []
+    for _ in range(3):
+        placement = placement_of(table)
+        table.dispatch(placement, num_tokens=10, num_blocks=1)
+        chosen.append([worker.id.name for worker in placement.workers])
+    assert sorted(chosen[index][0] for index in range(3)) == ["p0", "p1", "p2"]
+    assert sorted(chosen[index][1] for index in range(3)) == ["d0", "d1", "d2"]
+
+
+def test_lost_worker_is_shown_for_a_while_and_not_placed(table: WorkerTable, clock: Clock) -> None:
+    prefill, _ = two_pools(table)
+    table.lost(prefill)
+    assert not candidate(table, "p").is_ready
+    assert [worker.load.state for worker in table.workers()] == [WorkerState.READY, WorkerState.LOST]
+    clock.now += 301
+    assert [worker.profile.id.name for worker in table.workers()] == ["d"]
+
+
+def test_silent_worker_gets_nothing_new_until_it_speaks(table: WorkerTable, clock: Clock) -> None:
+    prefill, _ = two_pools(table)
+    clock.now += 6
+    assert not candidate(table, "p").is_ready
+    table.report(prefill, READY)
+    assert candidate(table, "p").is_ready
+
+
+def test_unreachable_worker_gets_nothing_new_until_it_speaks(table: WorkerTable) -> None:
+    prefill, _ = two_pools(table)
+    table.unreachable(WorkerId("p", "another epoch"))
+    assert candidate(table, "p").is_ready
+    table.unreachable(WorkerId("p", "e1"))
+    assert not candidate(table, "p").is_ready
+    table.report(prefill, READY)
+    assert candidate(table, "p").is_ready
+
+
+def test_draining_worker_gets_nothing_new(table: WorkerTable) -> None:
+    prefill, _ = two_pools(table)
+    table.report(prefill, replace(READY, state=WorkerState.DRAINING))
+    assert not candidate(table, "p").is_ready
+
+
+async def test_restarted_worker_replaces_the_old_one(table: WorkerTable) -> None:
+    old, _ = two_pools(table)
+    new = table.register(profile("p", Role.PREFILL, epoch="e2"), READY)
+    assert isinstance(await old.commands.get(), Replaced)
+    assert candidate(table, "p").id == WorkerId("p", "e2")
+    table.lost(old)
+    table.report(old, READY)
+    assert candidate(table, "p").is_ready and old.load.state is WorkerState.LOST
+    assert new.load.state is WorkerState.READY
+
+
+async def test_same_process_that_comes_back_keeps_its_role(table: WorkerTable) -> None:
+    old, _ = two_pools(table)
+    table.set_role("p", Role.DECODE)
+    assert await old.commands.get() is Role.DECODE
+    again = table.register(profile("p", Role.PREFILL), READY)
+    assert again.role is Role.DECODE
+    assert await old.commands.get() is None
+    assert table.register(profile("p", Role.PREFILL, epoch="e2"), READY).role is Role.PREFILL
+
+
+def test_load_of_a_replaced_worker_does_not_weigh_on_the_new_one(table: WorkerTable) -> None:
+    two_pools(table)
+    dispatch = table.dispatch(placement_of(table), num_tokens=40, num_blocks=3)
+    table.register(profile("p", Role.PREFILL, epoch="e2"), READY)
+    assert candidate(table, "p").num_queued_tokens == 0
+    dispatch.end()
+    assert candidate(table, "p").num_queued_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"layout": replace(LAYOUT, model_digest="m2")}, "model_digest is 'm2' there and 'm1' here"),
+        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "dtype is 'bfloat16' there and 'float32' here"),
+        ({"layout": replace(LAYOUT, block_size=32, num_layers=3)}, "num_layers is 3 there and 2 here"),
+        ({"tokenizer_digest": "t2"}, "tokenizer_digest is 't2' at the worker and 't1' at the router"),
+    ],
+)
+def test_worker_that_does_not_fit_is_refused(table: WorkerTable, change: dict[str, object], problem: str) -> None:
+    two_pools(table)
+    with pytest.raises(FailedPrecondition, match=problem) as caught:
+        table.register(profile("x", Role.BOTH, **change), READY)
+    assert not caught.value.retryable
+    assert [worker.profile.id.name for worker in table.workers()] == ["d", "p"]
+
+
+def test_first_of_a_new_fleet_sets_the_layout(table: WorkerTable) -> None:
+    prefill, decode = two_pools(table)
+    other = replace(LAYOUT, model_digest="m2")
+    table.lost(prefill)
+    with pytest.raises(FailedPrecondition):
+        table.register(profile("p", Role.PREFILL, epoch="e2", layout=other), READY)
+    table.lost(decode)
+    table.register(profile("p", Role.PREFILL, epoch="e2", layout=other), READY)
+    assert table.layout == other
+
+
+def test_tokenizers_of_workers_are_compared_where_the_router_has_none() -> None:
+    table = WorkerTable()
+    table.register(profile("p", Role.PREFILL, tokenizer_digest="t8"), READY)
+    with pytest.raises(FailedPrecondition, match="tokenizer_digest is 't9'"):
+        table.register(profile("d", Role.DECODE, tokenizer_digest="t9"), READY)
+
+
+def test_nameless_worker_is_refused(table: WorkerTable) -> None:
+    with pytest.raises(InvalidArgument, match="must not be empty"):
+        table.register(profile("", Role.BOTH), READY)
+
+
+def test_role_of_nobody_and_of_one_that_keeps_it(table: WorkerTable) -> None:
+    two_pools(table)
+    table.register(profile("fixed", Role.DECODE, flippable=False), READY)
+    with pytest.raises(NotFound, match="no worker 'x' is registered; there are: d, fixed, p"):
+        table.set_role("x", Role.BOTH)
+    with pytest.raises(FailedPrecondition, match="'fixed' cannot change its role"):
+        table.set_role("fixed", Role.BOTH)
+    table.set_role("fixed", Role.DECODE)
+
+
+def test_longest_sequence_is_what_the_largest_decoding_cache_holds(table: WorkerTable) -> None:
+    assert table.max_sequence_tokens is None
+    table.register(profile("p", Role.PREFILL, num_blocks=900), READY)
+    assert table.max_sequence_tokens is None
+    table.register(profile("d0", Role.DECODE, num_blocks=10), READY)
+    table.register(profile("d1", Role.DECODE, num_blocks=20), READY)
+    assert table.max_sequence_tokens == 20 * 16
+
+
+async def test_waiting_ends_with_a_change_or_the_time() -> None:
+    table = WorkerTable()
+    waiting = asyncio.create_task(table.wait_changed(5))
+    await asyncio.sleep(0)
+    table.register(profile("p", Role.PREFILL), READY)
+    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(table.wait_changed(0.001), 1)
