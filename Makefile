@@ -18,7 +18,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv  ## a real chat model, on 1 prefill and 1 decode worker of this machine (ONCE=1: one prompt, then stop)
-	@$(BIN)/pdserve demo $(if $(ONCE),--once) $(if $(PROMPT),--prompt "$$PROMPT")
+	@$(BIN)/pdserve demo $(if $(ONCE),--once) $(if $(value PROMPT),--prompt '$(subst ','\'',$(value PROMPT))')
 
 test: lint  ## all checks: lint, then the tests
 	@$(BIN)/python -m pytest -q
@@ -38,8 +38,6 @@ protos: .venv  ## writes the generated code anew, from protos/*.proto
 clean:  ## removes .venv and what the tools left (not the demo models: pdserve model build --help says where they are)
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
-
-export PROMPT
 
 # The copies inside .venv are its stamps, written last: after an interruption, or when the lock or this folder's place has
 # changed, it is made again. pyproject.toml alone changes only the entry point.

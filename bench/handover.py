@@ -1,7 +1,7 @@
 """What a hand-over adds to the time to first token when it hides behind prefill, and when it follows it.
 
-`python -m bench.handover [--quick] [--model DIR]`. The product's sender, receiver, services and NIXL in two processes, the
-real model in one of them. Prints a table for people and one line of JSON last.
+`python -m bench.handover [--quick] [--model DIR]`. The product's sender, receiver, services and NIXL in two processes,
+the real model in one of them. Prints a table for people and one line of JSON last.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from prometheus_client import REGISTRY
 from rich.console import Console
 from rich.table import Table
 
-from kvtransfer import metrics
 from kvtransfer.agent import Region, WriteState
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.outgoing import Outgoing
@@ -41,13 +41,12 @@ PROMPTS = (256, 1024, 4096)
 CHUNK_TOKENS = 512
 NUM_BLOCKS = 1024
 RAW_DESCRIPTOR_BYTES = 1 << 20
-RAW_ROUNDS = 5
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """One hand-over: `ttft_s` is from asking for the ticket to the first token, `exposed_s` from there to the commit."""
+    """`ttft_s` is from asking for the ticket to the first token, `exposed_s` from there to the record accepted."""
 
     ttft_s: float
     exposed_s: float
@@ -142,25 +141,33 @@ def _median(handovers: list[Handover]) -> Handover:
 
 
 def _posting_s() -> float:
-    return float(metrics.WRITE_SECONDS._value.get())
+    return REGISTRY.get_sample_value("pdserve_kvtransfer_write_seconds_total") or 0.0
 
 
-def raw_rate(agent: NixlAgent, peer_name: str, local_address: int, remote_address: int, num_bytes: int) -> float:
-    """Bytes per second of one NIXL write of so many bytes in 1 MB descriptors."""
-    offsets = range(0, num_bytes, RAW_DESCRIPTOR_BYTES)
-    regions = [
-        Region(local_address + at, remote_address + at, min(RAW_DESCRIPTOR_BYTES, num_bytes - at)) for at in offsets
-    ]
-    seconds = []
-    for _ in range(RAW_ROUNDS):
+class RawWrites:
+    """NIXL alone: the same bytes in 1 MB descriptors, each time from and to memory that was not touched just before."""
+
+    def __init__(self, agent: NixlAgent, peer_name: str, local_address: int, remote_address: int, size: int) -> None:
+        self._agent, self._peer_name = agent, peer_name
+        self._local_address, self._remote_address, self._size = local_address, remote_address, size
+        self._at = 0
+
+    def seconds(self, num_bytes: int) -> float:
+        if self._at + num_bytes > self._size:
+            self._at = 0
+        stop = self._at + num_bytes
+        regions = [
+            Region(self._local_address + at, self._remote_address + at, min(RAW_DESCRIPTOR_BYTES, stop - at))
+            for at in range(self._at, stop, RAW_DESCRIPTOR_BYTES)
+        ]
+        self._at = stop
         started = time.perf_counter()
-        write = agent.write(peer_name, regions)
+        write = self._agent.write(self._peer_name, regions)
         while write.poll() is WriteState.MOVING:
             time.sleep(0)
         if write.poll() is WriteState.FAILED:
             raise RuntimeError("a raw NIXL write failed")
-        seconds.append(time.perf_counter() - started)
-    return num_bytes / statistics.median(seconds)
+        return time.perf_counter() - started
 
 
 @asynccontextmanager
@@ -188,23 +195,31 @@ async def measure(folder: Path, num_threads: int, rounds: Callable[[int], int], 
     agent = NixlAgent(f"prefill-{os.getpid()}", runner.cache_address, NUM_BLOCKS * runner.layout.block_bytes)
     async with decode_side(folder, runner.layout) as decode:
         prefill = PrefillSide(runner, agent, HandoverTarget("decode", decode["address"], decode["epoch"]))
+        size = NUM_BLOCKS * runner.layout.block_bytes
+        raw = RawWrites(agent, decode["epoch"], runner.cache_address, int(decode["base_address"]), size)
         rng = random.Random(0)
-        rows = []
+        rows: list[Row] = []
         try:
-            await prefill.hand_over(_prompt(rng, max(PROMPTS), runner), layer_by_layer=True)  # connects, touches pages
+            await prefill.hand_over(_prompt(rng, 1024, runner), layer_by_layer=True)  # connects
             for num_tokens in PROMPTS:
-                hidden, after = [], []
-                for _ in range(rounds(num_tokens)):
-                    hidden.append(await prefill.hand_over(_prompt(rng, num_tokens, runner), layer_by_layer=True))
-                    after.append(await prefill.hand_over(_prompt(rng, num_tokens, runner), layer_by_layer=False))
-                sent_bytes = hidden[0].sent_bytes
-                raw = raw_rate(agent, decode["epoch"], runner.cache_address, int(decode["base_address"]), sent_bytes)
-                rows.append(Row(num_tokens, _median(hidden), _median(after), raw))
+                rows.append(await _row(prefill, raw, runner, rng, num_tokens, rounds(num_tokens)))
                 console.print(f"  {num_tokens} tokens measured", style="dim")
         finally:
             await prefill.close()
             agent.close()
     return rows
+
+
+async def _row(
+    prefill: PrefillSide, raw: RawWrites, runner: TorchRunner, rng: random.Random, num_tokens: int, rounds: int
+) -> Row:
+    """Medians over rounds in each of which every way has its turn."""
+    hidden, after, raw_seconds = [], [], []
+    for _ in range(rounds):
+        hidden.append(await prefill.hand_over(_prompt(rng, num_tokens, runner), layer_by_layer=True))
+        after.append(await prefill.hand_over(_prompt(rng, num_tokens, runner), layer_by_layer=False))
+        raw_seconds.append(raw.seconds(after[-1].sent_bytes))
+    return Row(num_tokens, _median(hidden), _median(after), after[0].sent_bytes / statistics.median(raw_seconds))
 
 
 def _prompt(rng: random.Random, num_tokens: int, runner: TorchRunner) -> list[int]:
@@ -213,17 +228,7 @@ def _prompt(rng: random.Random, num_tokens: int, runner: TorchRunner) -> list[in
 
 def _table(rows: list[Row], title: str) -> Table:
     table = Table(title=title)
-    for name in (
-        "tokens",
-        "MB",
-        "TTFT ms",
-        "exposed ms",
-        "share",
-        "after prefill ms",
-        "share ",
-        "GB/s",
-        "raw NIXL GB/s",
-    ):
+    for name in ("tokens", "MB", "TTFT ms", "exposed ms", "share", "after ms", "share", "GB/s", "raw GB/s"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -250,7 +255,7 @@ def main() -> None:
     folder = arguments.model or build(DENSE, default_cache(), console)
 
     def rounds(num_tokens: int) -> int:
-        return 3 if arguments.quick or num_tokens == max(PROMPTS) else 9
+        return (1 if arguments.quick else 3) if num_tokens == max(PROMPTS) else (3 if arguments.quick else 9)
 
     rows = asyncio.run(measure(folder, arguments.threads, rounds, console))
     Console().print(_table(rows, f"Hand-over beside prefill of {folder.name}, {arguments.threads} thread(s)"))

@@ -28,7 +28,7 @@ class Outbox:
         self._changed.set()
 
     async def batches(self) -> AsyncIterator[tuple[list[SampledToken], bool]]:
-        """Yields (tokens, is_last): all that gathered since the last look, so that a slow reader gets fewer, larger ones.
+        """Yields (tokens, is_last): all that gathered since the last look: a slow reader gets fewer, larger ones.
 
         Raises the error the box was closed with.
         """

@@ -1,8 +1,9 @@
 """Decode policy: who runs in the next step, who waits, and who gives its blocks back when they run out.
 
-Every running sequence gets one token a step; what is left of the token budget goes to sequences whose KV is computed here:
-colocated requests and those that were preempted. When blocks run out the newest sequence drops its KV, keeps its tokens and
-is computed again when there is room. Randomness is a function of (seed, position), so it goes on exactly as it would have.
+Every running sequence gets one token a step; what is left of the token budget goes to sequences whose KV is computed
+here: colocated requests and those that were preempted. When blocks run out the newest sequence drops its KV, keeps its
+tokens and is computed again when there is room. Randomness is a function of (seed, position), so it goes on exactly as
+it would have.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from model.sequence import Sequence
 class DecodeSequence:
     """A sequence that decodes here, where its tokens go, and what became of it so far.
 
-    `num_received_tokens` and `num_cached_tokens` are set by whoever took the hand-over in; the scheduler counts the rest.
+    `num_received_tokens` and `num_cached_tokens` are set by whoever took the hand-over in; the scheduler counts the
+    rest.
     """
 
     sequence: Sequence
@@ -36,7 +38,7 @@ class DecodeSequence:
     num_steps: int = 0
     prefill_until: int = 0  # tokens whose KV is computed here before decoding goes on
     added_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None  # of the first step that gave a token or computed KV
+    started_at: float | None = None  # of its first step
     ended_at: float | None = None
 
     @property
@@ -93,6 +95,8 @@ class DecodeScheduler:
             if budget > 0:
                 self._in_step[decoding] = min(budget, decoding.sequence.num_uncomputed_tokens)
                 budget -= self._in_step[decoding]
+        for decoding in self._in_step:
+            decoding.started_at = decoding.started_at or time.monotonic()
         return [ScheduledChunk(_chunk(d.sequence, count)) for d, count in self._in_step.items()]
 
     def complete(self, sampled: Items[SampledToken | None], output: StepOutput) -> None:
@@ -171,7 +175,6 @@ class DecodeScheduler:
     def _advance(self, decoding: DecodeSequence, num_tokens: int, token: SampledToken | None) -> None:
         sequence = decoding.sequence
         decoding.num_steps += 1
-        decoding.started_at = decoding.started_at or time.monotonic()
         self._count_prefill(decoding, num_tokens)
         sequence.num_computed_tokens += num_tokens
         sequence.publish(self._pool)

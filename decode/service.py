@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc.aio
 
@@ -23,7 +24,7 @@ from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError
 
-Context = grpc.aio.ServicerContext[object, object]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -175,7 +176,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def _text(detokenizer: Detokenizer, sequence: Sequence, tokens: list[SampledToken], is_last: bool) -> str:
         """Text of whole characters; the token that stopped the sequence has none."""
         pieces = [
-            detokenizer.push(token.token_id) for token in tokens if token.token_id not in sequence.sampling.stop_token_ids
+            detokenizer.push(token.token_id)
+            for token in tokens
+            if token.token_id not in sequence.sampling.stop_token_ids
         ]
         return "".join(pieces) + (detokenizer.flush() if is_last else "")
 
@@ -193,5 +196,3 @@ def _stats(decoding: DecodeSequence) -> inference_pb2.DecodeStats:
         decode_s=ended_at - started_at,
         num_steps=decoding.num_steps,
     )
-
-

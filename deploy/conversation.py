@@ -73,4 +73,4 @@ def talk(conversation: Conversation, run: Callable[[Coroutine[Any, Any, None]], 
             except KeyboardInterrupt:
                 console.print("Stopped.", style="dim")
             except ServiceError as error:
-                console.print(f"Error: {error}")
+                console.print(f"Error: {error}", markup=False)

@@ -21,7 +21,7 @@ SAMPLING_ONCE = Sampling(temperature=0, max_tokens=100)  # the same answer every
 def run_demo(config: ClusterConfig, prompt: str | None, out: Console, about: Console) -> None:
     """With a prompt it answers that and ends, else it lets the user talk. Leaves no process in either case."""
     signal.signal(signal.SIGTERM, _leave)
-    about.print(f"pdserve demo: {config.model} on one prefill and one decode worker of this machine")
+    about.print(f"pdserve demo: {config.model} on one prefill and one decode worker of this machine", markup=False)
     prepare_model(config.model)
     with asyncio.Runner() as runner:
         cluster = LocalCluster(config, lambda name, text: show_progress(about, name, text))

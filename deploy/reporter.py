@@ -33,8 +33,7 @@ class Reporter:
         self._router_address = router_address
         self._hello = hello
         self._load = load
-        self.role = hello.role
-        self.registered = asyncio.Event()
+        self._is_away = False
 
     async def run(self) -> None:
         """Raises the router's refusal (another model, another layout), which no retry would change."""
@@ -47,15 +46,17 @@ class Reporter:
                     refusal = from_rpc_error(error)
                     if not refusal.retryable:
                         raise refusal from None
-                    logger.info("router %s is away (%s); trying again", self._router_address, refusal)
-                self.registered.clear()
+                    if not self._is_away:
+                        logger.info("router %s is away (%s); waiting for it", self._router_address, refusal)
+                self._is_away = True
                 await asyncio.sleep(_RETRY_S)
 
     async def _session(self, stub: workers_pb2_grpc.WorkersStub) -> None:
+        """A role that was set is kept: it is what this worker registers with at a router that has restarted."""
         async for command in stub.Register(self._reports()):
-            self.registered.set()
+            self._is_away = False
             if command.WhichOneof("command") == "set_role":
-                self.role = command.set_role
+                self._hello.role = command.set_role
 
     async def _reports(self) -> AsyncIterator[workers_pb2.WorkerReport]:
         load = self._load()
@@ -67,5 +68,3 @@ class Reporter:
             if current != load or time.monotonic() - reported_at > _AT_LEAST_EVERY_S:
                 load, reported_at = current, time.monotonic()
                 yield workers_pb2.WorkerReport(load=load)
-
-

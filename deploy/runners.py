@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from model.checkpoint import model_digest
 from model.config import ModelConfig
 from model.kv_layout import KVLayout
-from model.runner import ModelRunner
+from model.runner import Chunk, ModelRunner
+from model.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from deploy.worker import WorkerConfig
@@ -20,6 +21,20 @@ _DEFAULT_SHARE = 1 / 8  # of the memory that is free; other workers start on the
 def load_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
     """Raises ValueError, naming what would be right, if the model cannot be run or its cache does not fit."""
     return _timed_runner(config, folder) if config.runner == "timed" else _torch_runner(config, folder)
+
+
+def warm_up(runner: ModelRunner, num_tokens: int) -> None:
+    """Runs a prompt and a decode step over blocks that nobody has yet: weights are read in, threads and buffers made.
+
+    Without it the first request would pay for that, seconds where the weights are not in memory.
+    """
+    num_tokens = min(num_tokens, (runner.num_blocks - 1) * runner.layout.block_size)
+    prompt = [1 + index % 50 for index in range(num_tokens)]
+    block_ids = range(runner.layout.num_blocks(num_tokens + 1))
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    runner.execute([Chunk(prompt, 0, block_ids, greedy, prompt, num_tokens)])
+    history = [*prompt, 1]
+    runner.execute([Chunk([1], num_tokens, block_ids, greedy, history, num_tokens)])
 
 
 def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:

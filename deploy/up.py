@@ -38,7 +38,7 @@ async def run_up(config: ClusterConfig, console: Console) -> None:
     cluster = LocalCluster(config, lambda name, text: show_progress(console, name, text))
     with ended_by_signals(again=cluster.kill_all):
         async with cluster:
-            console.print(how_to_call(cluster), soft_wrap=True)
+            console.print(how_to_call(cluster), soft_wrap=True, markup=False)
             await cluster.supervise()
     console.print("Stopped.")
 
@@ -55,7 +55,7 @@ def prepare_model(name: str) -> None:
 
 
 def show_progress(console: Console, name: str, text: str) -> None:
-    console.print(f"  {name:<{_NAME_WIDTH}}{text}", soft_wrap=True)
+    console.print(f"  {name:<{_NAME_WIDTH}}{text}", soft_wrap=True, markup=False)  # a log may hold brackets
 
 
 def how_to_call(cluster: LocalCluster) -> str:

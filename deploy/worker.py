@@ -1,4 +1,4 @@
-"""The worker process put together: one runner, one block pool, one transfer agent, one engine loop, both gRPC services."""
+"""The worker process put together: one runner, block pool, transfer agent and engine loop, and both gRPC services."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from decode.service import DecodeService
 from deploy import worker_metrics
 from deploy.reporter import Reporter
-from deploy.runners import load_runner
+from deploy.runners import load_runner, warm_up
 from deploy.step_meter import StepMeter
 from kvtransfer.messages import layout_to_proto
 from kvtransfer.nixl_agent import NixlAgent
@@ -36,6 +37,7 @@ from protos.serve import GrpcServer, serve_metrics
 
 logger = logging.getLogger(__name__)
 
+_WARM_UP_TOKENS = 256
 _ROLES = {
     "prefill": workers_pb2.ROLE_PREFILL,
     "decode": workers_pb2.ROLE_DECODE,
@@ -45,7 +47,7 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The flags of `pdserve worker`. `num_blocks` or `kv_cache_gb` size the cache; without either it is a share of memory."""
+    """The flags of `pdserve worker`. Without `num_blocks` or `kv_cache_gb` the cache takes a share of free memory."""
 
     model: str
     router_address: str
@@ -84,6 +86,7 @@ async def serve_worker(config: WorkerConfig) -> None:
     """
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     runner = await asyncio.to_thread(load_runner, config, folder)
+    await asyncio.to_thread(warm_up, runner, _WARM_UP_TOKENS)
     worker = Worker(config, folder, runner)
     try:
         await worker.serve()
@@ -190,7 +193,7 @@ class Worker:
     def _wake(self) -> None:
         self._engine.wake()
 
-    def _observe(self, chunks: list[Chunk], output: StepOutput) -> None:
+    def _observe(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         self._meter.observe(chunks, output)
         worker_metrics.observe_step(chunks, output)
 

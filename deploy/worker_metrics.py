@@ -26,7 +26,7 @@ QUEUED_TOKENS = Gauge("pdserve_worker_queued_prefill_tokens", "Tokens whose KV h
 
 
 class ExpertLoad(Collector):
-    """Tokens routed to each expert of each layer, summed in one array: a label look-up for each would cost a step dear."""
+    """Tokens routed to each expert of each layer, summed in one array: a label look-up for each is dear."""
 
     def __init__(self) -> None:
         self._tokens: NDArray[np.int64] = np.zeros((0, 0), np.int64)  # [layers, experts]
@@ -64,9 +64,7 @@ def watch_blocks(pool: BlockPool, num_quarantined: Callable[[], int]) -> None:
     BLOCKS.labels("quarantined").set_function(num_quarantined)
 
 
-def watch_queue(
-    num_queued_tokens: Callable[[], int], num_sequences: dict[tuple[str, str], Callable[[], int]]
-) -> None:
+def watch_queue(num_queued_tokens: Callable[[], int], num_sequences: dict[tuple[str, str], Callable[[], int]]) -> None:
     """Read when scraped; `num_sequences` by (pool, state)."""
     QUEUED_TOKENS.set_function(num_queued_tokens)
     for labels, count in num_sequences.items():

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvtransfer import metrics
+from kvtransfer.attempts import EndedAttempts, again
 from kvtransfer.errors import (
     AttemptEnded,
     DecodePoolFull,
@@ -22,7 +22,6 @@ from kvtransfer.errors import (
     InvalidReservation,
     LayoutMismatch,
     LeaseExpired,
-    RecordMismatch,
     SenderGone,
     SenderNotAttached,
     TicketEnded,
@@ -75,7 +74,7 @@ class Receiver:
         self._leases: dict[str, Lease] = {}  # by ticket id
         self._by_attempt: dict[str, Lease] = {}
         self._streams: dict[str, int] = {}  # Attach streams by sender epoch
-        self._ended: OrderedDict[str, ServiceError] = OrderedDict()  # attempts that may not reserve any more, and why
+        self._ended = EndedAttempts(self._options.num_remembered_attempts)
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -133,11 +132,14 @@ class Receiver:
         if lease.is_live and self._clock() >= lease.expires_at:
             self._lapse(lease)
         if lease.end_error is not None:
-            raise _again(lease.end_error)
-        self._check_record(lease, record)
-        self._publish(lease)
+            raise again(lease.end_error)
+        mismatch = lease.mismatch(record, self._layout, self._pool)
+        if mismatch is not None:
+            self._ignore("record")
+            raise mismatch
+        lease.publish(self._pool)
         self._forget(lease, "committed")
-        self._remember(record.attempt_id, DuplicateAttempt(f"attempt {record.attempt_id!r} was committed before"))
+        self._ended.add(record.attempt_id, DuplicateAttempt(f"attempt {record.attempt_id!r} was committed before"))
         num_cached_tokens = lease.ticket.num_cached_tokens
         metrics.RECEIVED_BYTES.inc(lease.num_received_blocks * self._layout.block_bytes)
         return ReceivedSequence(
@@ -155,7 +157,7 @@ class Receiver:
         error = AttemptEnded(f"attempt {attempt_id!r} was aborted: {reason}")
         if lease is not None and lease.is_live:
             self._quarantine(lease, error, "aborted")
-        self._remember(attempt_id, error)
+        self._ended.add(attempt_id, error)
 
     def release(self, ticket_id: str, sender_epoch: str, reason: str = "") -> None:
         """The sender has stopped writing for good: the blocks are free at once. Unknown tickets are ignored."""
@@ -167,7 +169,7 @@ class Receiver:
         self._free(lease, "released")
         if was_live:
             error = TicketEnded(f"the prefill worker gave attempt {attempt_id!r} up: {reason}")
-            self._remember(attempt_id, error)
+            self._ended.add(attempt_id, error)
             self._tell(attempt_id, error)
 
     def heartbeat(self, sender: SenderIdentity, ticket_ids: Iterable[str]) -> list[str]:
@@ -246,9 +248,7 @@ class Receiver:
     def _check_attempt(self, attempt_id: str) -> None:
         if not attempt_id:
             raise InvalidReservation("attempt_id is empty", field="attempt_id")
-        ended = self._ended.get(attempt_id)
-        if ended is not None:
-            raise _again(ended)
+        self._ended.check(attempt_id)
         if attempt_id in self._by_attempt:
             raise DuplicateAttempt(f"attempt {attempt_id!r} has a ticket already", field="attempt_id")
 
@@ -283,32 +283,6 @@ class Receiver:
         self._by_attempt[reservation.attempt_id] = lease
         return lease
 
-    def _check_record(self, lease: Lease, record: HandoverRecord) -> None:
-        ticket, reservation = lease.ticket, lease.reservation
-        num_received_tokens = reservation.num_tokens - ticket.num_cached_tokens
-        num_received_bytes = lease.num_received_blocks * self._layout.block_bytes
-        expected = (
-            ("epoch", record.epoch, self._epoch),
-            ("attempt_id", record.attempt_id, reservation.attempt_id),
-            ("sender_epoch", record.sender_epoch, reservation.sender.epoch),
-            ("layout_fingerprint", record.layout_fingerprint, self._layout.fingerprint),
-            ("num_tokens", record.num_tokens, reservation.num_tokens),
-            ("sent_tokens", record.sent_tokens, num_received_tokens),
-            ("sent_bytes", record.sent_bytes, num_received_bytes),
-            ("generations", record.generations, ticket.generations),
-            ("generations", record.generations, tuple(map(self._pool.generation, ticket.block_ids))),
-        )
-        for field, got, wanted in expected:
-            if got != wanted:
-                self._ignore("record")
-                raise RecordMismatch(f"{field} is {got!r} in the record and {wanted!r} in its ticket", field=field)
-
-    def _publish(self, lease: Lease) -> None:
-        hashes = lease.reservation.block_hashes
-        num_cached = len(lease.block_ids) - lease.num_received_blocks
-        for block_id, block_hash in zip(lease.block_ids[num_cached : len(hashes)], hashes[num_cached:], strict=True):
-            self._pool.publish(block_id, block_hash)
-
     def _lapse(self, lease: Lease) -> None:
         error = LeaseExpired(
             f"the lease of ticket {lease.ticket.ticket_id} was not renewed in {lease.ticket.lease_s} s"
@@ -319,7 +293,7 @@ class Receiver:
 
     def _quarantine(self, lease: Lease, error: ServiceError, outcome: str, free_at: float | None = None) -> None:
         lease.quarantine(self._clock(), error, free_at)
-        self._remember(lease.reservation.attempt_id, error)
+        self._ended.add(lease.reservation.attempt_id, error)
         metrics.TICKETS.labels(outcome).inc()
         logger.info("ticket %s of attempt %s ended: %s", lease.ticket.ticket_id, lease.reservation.attempt_id, error)
         self._report()
@@ -338,11 +312,6 @@ class Receiver:
     def _of_sender(self, sender_epoch: str) -> Iterator[Lease]:
         yield from [lease for lease in self._leases.values() if lease.reservation.sender.epoch == sender_epoch]
 
-    def _remember(self, attempt_id: str, error: ServiceError) -> None:
-        self._ended.setdefault(attempt_id, error)
-        while len(self._ended) > self._options.num_remembered_attempts:
-            self._ended.popitem(last=False)
-
     def _tell(self, attempt_id: str, error: ServiceError) -> None:
         if self._failed is not None:
             self._failed(attempt_id, error)
@@ -354,8 +323,3 @@ class Receiver:
         metrics.RESERVED_BLOCKS.set(self.num_reserved_blocks)
         metrics.QUARANTINED_BLOCKS.set(self.num_quarantined_blocks)
         metrics.OLDEST_QUARANTINE.set(self.oldest_quarantine_s)
-
-
-def _again(error: ServiceError) -> ServiceError:
-    """The same error to raise once more: raising one object twice would chain their tracebacks for ever."""
-    return type(error)(error.message, field=error.field)

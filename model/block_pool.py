@@ -1,8 +1,8 @@
 """Which block of the KV cache belongs to whom. Pure bookkeeping: it knows block ids, never memory.
 
-A block is held by any number of references: a sequence, a write in flight and a lease each take one of their own, and the
-block is free when the last has gone. A full block that was published under its content hash stays findable while free and
-is evicted, least recently used first, when blank blocks run out. Not thread-safe: one owner, the event loop.
+A block is held by any number of references: a sequence, a write in flight and a lease each take one of their own, and
+the block is free when the last has gone. A full block that was published under its content hash stays findable while
+free and is evicted, least recently used first, when blank blocks run out. Not thread-safe: one owner, the event loop.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class NoFreeBlocks(Exception):
 def hash_blocks(token_ids: Sequence[int], block_size: int, known: Sequence[BlockHash] = ()) -> list[BlockHash]:
     """Chained hashes of the full blocks of `token_ids`: each covers its own tokens and everything before them.
 
-    `known` are the hashes of the first blocks, if they were computed before. 128-bit BLAKE2b, so that nobody can craft a
-    prompt that finds another's blocks.
+    `known` are the hashes of the first blocks, if they were computed before. 128-bit BLAKE2b, so that nobody can craft
+    a prompt that finds another's blocks.
     """
     hashes = list(known)
     parent = hashes[-1] if hashes else b""

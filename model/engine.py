@@ -84,7 +84,7 @@ class Engine:
             part = scheduler.schedule(budget)
             budget -= sum(len(scheduled.chunk.token_ids) for scheduled in part)
             parts.append(part)
-        self._wake.clear()  # whatever woke us until now was seen; blocks given back while scheduling were the schedulers' own
+        self._wake.clear()  # what woke us until now was seen; blocks released in `schedule` are its own
         batch = [scheduled for part in parts for scheduled in part]
         if not batch:
             return False

@@ -21,9 +21,9 @@ LayerDone = Callable[[int], None]
 class Chunk:
     """Consecutive tokens of one sequence to run: positions [start, start + len(token_ids)).
 
-    `block_ids` hold the KV of positions [0, start + len(token_ids)). With `sampling` set the chunk ends at the sequence's
-    last token and the next one is wanted; `history` are then all its tokens and `num_prompt_tokens` of them the prompt
-    (penalties, logprobs and randomness depend on both).
+    `block_ids` hold the KV of positions [0, start + len(token_ids)). With `sampling` set the chunk ends at the
+    sequence's last token and the next one is wanted; `history` are then all its tokens and `num_prompt_tokens` of them
+    the prompt (penalties, logprobs and randomness depend on both).
     """
 
     token_ids: Sequence[int]

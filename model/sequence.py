@@ -72,7 +72,7 @@ class Sequence:
         self._num_published = len(self.block_ids)
 
     def adopt(self, block_ids: list[int], num_computed_tokens: int) -> None:
-        """Takes over blocks, and one reference to each, that hold KV of the first tokens; the full ones are published."""
+        """Takes over blocks that hold KV of the first tokens, with one reference each; full ones are published."""
         assert not self.block_ids
         self.block_ids = block_ids
         self.num_computed_tokens = num_computed_tokens

@@ -1,8 +1,8 @@
 """Prefill policy: in which order prompts are computed, how they are cut into chunks, and when they may start.
 
-Shortest remaining first, so that a short prompt need not wait for a long one; a sequence's rank improves as it waits, so
-that the long one is not starved. A sequence starts only when its decode worker has granted a ticket: that is the back-pressure,
-and it keeps the decode worker's memory from being held by prompts that are only queued.
+Shortest remaining first, so that a short prompt need not wait for a long one; a sequence's rank improves as it waits,
+so that the long one is not starved. A sequence starts only when its decode worker has granted a ticket: that is the
+back-pressure, and it keeps the decode worker's memory from being held by prompts that are only queued.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtransfer.sender import Outgoing
 from model.block_pool import BlockPool, NoFreeBlocks
@@ -23,7 +23,7 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence:
-    """A sequence whose KV is built here. `outgoing` is where it goes: None until the ticket, or if it stays for one token."""
+    """A sequence whose KV is built here. `outgoing` is where it goes: None until the ticket, or for one token only."""
 
     sequence: Sequence
     needs_ticket: bool
@@ -50,8 +50,8 @@ class PrefillPolicy:
 class PrefillScheduler:
     """Implements `model.engine.Scheduler`. Event loop only.
 
-    `ask_for_ticket` is called once for each sequence whose turn comes within the next `lookahead_tokens` tokens; the answer
-    comes through `grant` or `remove`.
+    `ask_for_ticket` is called once for each sequence whose turn comes within the next `lookahead_tokens` tokens; the
+    answer comes through `grant` or `remove`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PrefillScheduler:
         prefilling.outgoing = outgoing
 
     def remove(self, prefilling: PrefillSequence) -> None:
-        """Lets the sequence's blocks go: it was handed over, or its request has gone. Idempotent; waits for a running step."""
+        """Lets the sequence's blocks go: it was handed over, or its request has gone. During a step, after it."""
         if prefilling.ended:
             return
         prefilling.ended = True

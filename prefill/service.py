@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc.aio
 
@@ -44,7 +45,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return len(self._calls)
 
     async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[object, object]
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         if request.attempt_id in self._calls:
             raise AlreadyExists(f"attempt_id {request.attempt_id!r} is being prefilled already", field="attempt_id")
@@ -135,7 +136,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return stats
 
     async def _end(self, call: _Call) -> None:
-        """Lets everything the call holds go; blocks that are being written stay held by the Outgoing until that ends."""
+        """Lets everything the call holds go; blocks being written stay held by the Outgoing until that ends."""
         call.reserving.cancel()
         await asyncio.wait([call.reserving])
         self.scheduler.remove(call.prefilling)

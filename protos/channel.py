@@ -22,6 +22,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", round(KEEPALIVE_S * 500)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a restarted peer at the same address does not inherit a back-off
     ("grpc.enable_retries", 0),  # whether to try again is decided where the request is understood
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import random
 import signal
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,8 @@ import prometheus_client
 
 from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
+from model.demo_models import default_cache
+from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import workers_pb2_grpc
 from protos.serve import GrpcServer, serve_metrics
@@ -30,6 +33,7 @@ from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 _LOOK_S = 1.0  # a worker that has fallen silent changes nothing by itself
 
 
@@ -52,25 +56,19 @@ async def serve_router(config: RouterConfig) -> None:
 
     Raises what made it end otherwise: a model that cannot be read, a port in use.
     """
-    from model.demo_models import default_cache
-    from model.model_source import resolve_model
-
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     card = await asyncio.to_thread(load_card, config.model, folder)
-    told_to_stop, told_again = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (told_again if told_to_stop.is_set() else told_to_stop).set())
-    async with Router(config, card) as router:
-        logger.info("serving %s at %s", card.name, router.address)
-        await told_to_stop.wait()
-        logger.info("draining: %d requests are in flight", router.inference.num_in_flight)
-        draining = asyncio.create_task(router.drain())
-        again = asyncio.create_task(told_again.wait())
-        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
-        for task in (draining, again):
-            task.cancel()
-        await asyncio.wait([draining, again])
+    with _signals() as (first, second):
+        async with Router(config, card) as router:
+            logger.info("serving %s at %s", card.name, router.address)
+            await first.wait()
+            logger.info("draining: %d requests are in flight", router.inference.num_in_flight)
+            draining = asyncio.create_task(router.drain())
+            again = asyncio.create_task(second.wait())
+            await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
+            for task in (draining, again):
+                task.cancel()
+            await asyncio.wait([draining, again])
 
 
 class Router:
@@ -129,6 +127,20 @@ class Router:
         while True:
             await self._server.set_serving(SERVICE, can_serve(self.table.snapshot()))
             await self.table.wait_changed(_LOOK_S)
+
+
+@contextmanager
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Set by the first signal to end, and by any further one."""
+    first, second = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _ENDING:
+        loop.add_signal_handler(number, lambda: (second if first.is_set() else first).set())
+    try:
+        yield first, second
+    finally:
+        for number in _ENDING:
+            loop.remove_signal_handler(number)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -29,6 +29,7 @@ from router.validation import (
     check_deadline,
     check_generate,
     check_model,
+    context_limit,
     resolve,
     text_prompt,
 )
@@ -120,7 +121,7 @@ class InferenceService:
             raise InvalidArgument(str(error), field="messages") from None
 
     def _limit(self) -> TokenLimit:
-        context = TokenLimit(self._card.max_context_tokens, "the model's context")
+        context = context_limit(self._card)
         cache = self._table.max_sequence_tokens
         if cache is None or cache >= context.num_tokens:
             return context

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from model.chat_template import ChatMessage
-from model.sampling_params import InvalidSampling, SamplingParams
+from model.sampling_params import MAX_STOP_TOKEN_IDS, InvalidSampling, SamplingParams
 from protos import inference_pb2 as pb
 from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
 from router.card import ModelCard
 
 ROLES = ("system", "user", "assistant")
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_MESSAGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +78,12 @@ def check_chat(message: pb.ChatRequest, card: ModelCard, max_prompt_bytes: int, 
 def resolve(draft: Draft, token_ids: Iterable[int], card: ModelCard, limit: TokenLimit, drawn_seed: int) -> Request:
     """`drawn_seed` is taken if the client gave none, so that a retry continues the same text."""
     ids = tuple(token_ids)
-    room = limit.num_tokens - len(ids)
     if not ids:
         raise InvalidArgument(
             f"{draft.prompt.field} has no tokens; a prompt needs at least one", field=draft.prompt.field
         )
-    if room < 1:
-        raise InvalidArgument(
-            f"{draft.prompt.field} has {len(ids)} tokens; {limit.reason} holds {limit.num_tokens}, "
-            "of which at least one must be left for the answer",
-            field=draft.prompt.field,
-        )
+    _check_length(draft.prompt.field, len(ids), limit)
+    room = limit.num_tokens - len(ids)
     sampling = _sampling(draft.sampling, card, room, drawn_seed)
     if sampling.max_tokens > room:
         raise InvalidArgument(
@@ -95,6 +92,10 @@ def resolve(draft: Draft, token_ids: Iterable[int], card: ModelCard, limit: Toke
             field="sampling.max_tokens",
         )
     return Request(draft.request_id, ids, sampling)
+
+
+def context_limit(card: ModelCard) -> TokenLimit:
+    return TokenLimit(card.max_context_tokens, "the model's context")
 
 
 def check_deadline(remaining_s: float | None) -> None:
@@ -116,9 +117,11 @@ def text_prompt(text: str, max_bytes: int) -> Prompt:
 
 
 def chat_prompt(messages: Iterable[pb.ChatMessage], max_bytes: int) -> Prompt:
-    turns = tuple(ChatMessage(message.role, message.content) for message in messages)
+    turns = tuple(ChatMessage(message.role, message.content) for message in islice(messages, MAX_MESSAGES + 1))
     if not turns:
         raise InvalidArgument("messages is empty; a conversation has at least one", field="messages")
+    if len(turns) > MAX_MESSAGES:
+        raise InvalidArgument(f"messages has more than {MAX_MESSAGES} messages, the most taken", field="messages")
     for index, turn in enumerate(turns):
         if turn.role not in ROLES:
             field = f"messages[{index}].role"
@@ -130,10 +133,11 @@ def chat_prompt(messages: Iterable[pb.ChatMessage], max_bytes: int) -> Prompt:
     return Prompt("messages", messages=turns)
 
 
-def _ids_prompt(ids: Iterable[int], card: ModelCard) -> Prompt:
-    token_ids = tuple(ids)
-    if not token_ids:
+def _ids_prompt(ids: Sequence[int], card: ModelCard) -> Prompt:
+    if not ids:
         raise InvalidArgument("token_ids is empty; a prompt needs at least one token", field="token_ids")
+    _check_length("token_ids", len(ids), context_limit(card))
+    token_ids = tuple(ids)
     _check_in_vocabulary("token_ids", token_ids, card)
     return Prompt("token_ids", token_ids=token_ids)
 
@@ -149,7 +153,7 @@ def _request_id(message: pb.GenerateRequest | pb.ChatRequest, new_id: str) -> st
 
 def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed: int) -> SamplingParams:
     """Defaults are here and nowhere else."""
-    _check_in_vocabulary("sampling.stop_token_ids", message.stop_token_ids, card)
+    _check_in_vocabulary("sampling.stop_token_ids", message.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1], card)
     eos = () if message.ignore_eos else card.eos_token_ids
     has = message.HasField
     try:
@@ -177,6 +181,15 @@ def _check_in_vocabulary(field: str, token_ids: Iterable[int], card: ModelCard) 
             raise InvalidArgument(
                 f"{field}[{index}] is {token_id}; {card.name!r} has token ids 0 to {card.vocab_size - 1}", field=field
             )
+
+
+def _check_length(field: str, num_tokens: int, limit: TokenLimit) -> None:
+    if num_tokens >= limit.num_tokens:
+        raise InvalidArgument(
+            f"{field} has {num_tokens} tokens; {limit.reason} holds {limit.num_tokens}, "
+            "of which at least one must be left for the answer",
+            field=field,
+        )
 
 
 def _check_size(field: str, num_bytes: int, max_bytes: int) -> None:

@@ -1,1 +1,1 @@
-"""Mirrors the packages; cluster/ runs the whole system. A package, lest somebody's installed `tests` be taken for it."""
+"""Mirrors the packages; cluster/ runs the whole system. A package, lest an installed `tests` be taken for it."""

@@ -20,24 +20,43 @@ static void rotate(const float *in, const float *weight, float eps, const float 
     for (long d = 0; d < D / 2; d++) out[D / 2 + d] = imaginary[d] * cosine[d] + real[d] * sine[d];
 }
 
+struct store {
+    const float *qkv;
+    long T, Q, H, D, B;
+    const float *cosines, *sines, *query_norm, *key_norm;
+    float eps;
+    const int64_t *slots;
+    int type;
+    char *cache;
+    float *queries;
+};
+
+enum { TOKENS = 16 };
+
+static void store_piece(const void *job, long piece) {
+    const struct store *s = job;
+    const long D = s->D, B = s->B, size = bytes_of(s->type);
+    for (long t = piece * TOKENS; t < MIN(s->T, (piece + 1) * TOKENS); t++) {
+        const float *in = s->qkv + t * (s->Q + 2 * s->H) * D, *cosine = s->cosines + t * D / 2, *sine = s->sines + t * D / 2;
+        float *query = s->queries + t * s->Q * D, key[MAX_D];
+        for (long q = 0; q < s->Q; q++, in += D, query += D) rotate(in, s->query_norm, s->eps, cosine, sine, D, query);
+        for (long h = 0; h < s->H; h++, in += D) {
+            char *keys = s->cache + ((s->slots[t] / B * s->H + h) * 2 * B + s->slots[t] % B) * D * size;
+            char *values = keys + B * D * size;
+            const float *value = in + s->H * D;
+            rotate(in, s->key_norm, s->eps, cosine, sine, D, key);
+            for (long d = 0; d < D; d++) store1(s->type, keys + d * size, key[d]);
+            for (long d = 0; d < D; d++) store1(s->type, values + d * size, value[d]);
+        }
+    }
+}
+
 /* qkv[T, Q + 2 H, D] -> rotated queries[T, Q, D]; rotated keys, and values, into their slots[T] of the cache. */
 void store(const float *qkv, long T, long Q, long H, long D, long B, const float *cosines, const float *sines,
            const float *query_norm, const float *key_norm, float eps, const int64_t *slots, int type, char *cache,
            float *queries, int num_threads) {
-    const long size = bytes_of(type);
-#pragma omp parallel for num_threads(threads_for(T * (Q + 2 * H) * D, num_threads))
-    for (long t = 0; t < T; t++) {
-        const float *in = qkv + t * (Q + 2 * H) * D, *cosine = cosines + t * D / 2, *sine = sines + t * D / 2;
-        for (long q = 0; q < Q; q++) rotate(in + q * D, query_norm, eps, cosine, sine, D, queries + (t * Q + q) * D);
-        for (long h = 0; h < H; h++) {
-            char *keys = cache + (((slots[t] / B * H + h) * 2) * B + slots[t] % B) * D * size, *values = keys + B * D * size;
-            const float *value = in + (Q + H + h) * D;
-            float key[MAX_D];
-            rotate(in + (Q + h) * D, key_norm, eps, cosine, sine, D, key);
-            for (long d = 0; d < D; d++) store1(type, keys + d * size, key[d]);
-            for (long d = 0; d < D; d++) store1(type, values + d * size, value[d]);
-        }
-    }
+    const struct store job = {qkv, T, Q, H, D, B, cosines, sines, query_norm, key_norm, eps, slots, type, cache, queries};
+    in_pieces(store_piece, &job, ceil_div(T, TOKENS), threads_for(T * (Q + 2 * H) * D, num_threads));
 }
 
 /* D elements to floats, and zeros up to the next multiple of 8. */
@@ -138,26 +157,42 @@ static void attend(const float *queries, long num_tokens, long position, const i
         for (long d = 0; d < D; d++) out[(row / G * Q + row % G) * D + d] = sum[row * ld + d] / total[row];
 }
 
+struct attention {
+    const float *queries;
+    long Q, H, D, B;
+    int type;
+    const char *cache;
+    long S;
+    const int *starts, *context_lens, *tables;
+    long table_len;
+    float *out;
+    long most;              /* tokens whose queries are worked on together */
+    const long *first_piece; /* of each chunk, for one KV head */
+};
+
+static void attention_piece(const void *job, long p) {
+    const struct attention *a = job;
+    const long piece = a->first_piece[a->S] - 1 - p / a->H, h = p % a->H; /* the last first: it has the longest context */
+    const long G = a->Q / a->H, bytes = bytes_of(a->type);
+    long s = 0, end = a->S;
+    while (end - s > 1) *(piece < a->first_piece[(s + end) / 2] ? &end : &s) = (s + end) / 2;
+    const long token = a->starts[s] + (piece - a->first_piece[s]) * a->most, left = a->starts[s + 1] - token;
+    const long offset = (token * a->Q + h * G) * a->D;
+    attend(a->queries + offset, MIN(a->most, left), a->context_lens[s] - left, a->tables + s * a->table_len,
+           a->cache + h * 2 * a->B * a->D * bytes, a->type, a->Q, a->H, G, a->B, a->D, a->out + offset);
+}
+
 /* Every token of S chunks over its context. Chunk s has queries [starts[s], starts[s + 1]), the last of them at position
  * context_lens[s] - 1, and block table tables[s, :]. queries and out are [T, Q, D]. */
 void attention(const float *queries, long Q, long H, long D, long B, int type, const char *cache, long S, const int *starts,
                const int *context_lens, const int *tables, long table_len, float *out, int num_threads) {
-    const long G = Q / H, most = MAX(1, MAX_ROWS / G); /* tokens whose queries are worked on together */
-    long first_piece[S + 1];
+    const long most = MAX(1, MAX_ROWS / (Q / H));
+    long first_piece[S + 1], work = 0;
     first_piece[0] = 0;
-    long work = 0;
     for (long s = 0; s < S; s++) {
-        first_piece[s + 1] = first_piece[s] + (starts[s + 1] - starts[s] + most - 1) / most;
+        first_piece[s + 1] = first_piece[s] + ceil_div(starts[s + 1] - starts[s], most);
         work += (starts[s + 1] - starts[s]) * context_lens[s] * Q * D;
     }
-    num_threads = threads_for(work, num_threads);
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (long i = first_piece[S] * H - 1; i >= 0; i--) { /* last pieces first: they have the longest context */
-        const long piece = i / H, h = i % H;
-        long s = 0, end = S;
-        while (end - s > 1) *(piece < first_piece[(s + end) / 2] ? &end : &s) = (s + end) / 2;
-        const long token = starts[s] + (piece - first_piece[s]) * most, count = MIN(most, starts[s + 1] - token);
-        attend(queries + (token * Q + h * G) * D, count, context_lens[s] - (starts[s + 1] - token), tables + s * table_len,
-               cache + h * 2 * B * D * bytes_of(type), type, Q, H, G, B, D, out + (token * Q + h * G) * D);
-    }
+    const struct attention job = {queries, Q, H, D, B, type, cache, S, starts, context_lens, tables, table_len, out, most, first_piece};
+    in_pieces(attention_piece, &job, first_piece[S] * H, threads_for(work, num_threads));
 }

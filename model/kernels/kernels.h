@@ -2,7 +2,7 @@
  *
  * Activations are float. Weights and caches are read as they are stored and widened in registers. Sums are taken in an order
  * that depends on the length of a row alone, so a token's result does not depend on what else is in the batch.
- * Functions with `num_threads` are entry points; they run their own parallel region. */
+ * Matrices are row-major; a shape in brackets follows the name. */
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -61,14 +61,19 @@ INLINE __m256 exp8(__m256 x) {
  * apart; w is of `type`. With `add` the product is added to y. */
 void multiply(int type, const float *x, long ldx, long M, const char *w, long N, long K, float *y, long ldy, int add);
 
+/* Calls function(job, 0) to function(job, num_pieces - 1), in any order, on up to num_threads threads, and returns when all
+ * have. */
+typedef void piece_of_job(const void *job, long piece);
+void in_pieces(piece_of_job *function, const void *job, long num_pieces, int num_threads);
+
+INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
+
+/* Threads worth waking for so many multiplications. */
+INLINE int threads_for(long work, int num_threads) { return work < 1 << 17 ? 1 : num_threads; }
+
 /* Rows of w that one thread takes at a time: they stay in its cache while all rows of x pass by, and every thread gets
  * several such pieces. */
 INLINE long rows_per_piece(int type, long N, long K, int num_threads) {
     long in_cache = (192 << 10) / (K * bytes_of(type));
     return MAX(8, MIN(in_cache, N / (4 * num_threads)) & ~7L);
-}
-
-/* Threads worth waking for so many multiplications. */
-INLINE int threads_for(long work, int num_threads) {
-    return work < 1 << 17 ? 1 : num_threads;
 }

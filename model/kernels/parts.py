@@ -28,7 +28,7 @@ _SIGNATURES = {
     "linear": (_P, _L, _L, _I, _I, _P, _P, _P, _P, _I, _I),
     "rms_norm": (_P, _P, _F, _L, _L, _P, _I),
     "feed_forward": (_P, _L, _L, _L, _I, _P, _P, _P, _P, _P, _I),
-    "mixture": (_P, _L, _L, _L, _L, _I, _I, _P, _P, _P, _P, _P, _P, _P, _I),
+    "mixture": (_P, _L, _L, _L, _L, _L, _I, _P, _P, _P, _P, _P, _P, _P, _I),
     "store": (_P, _L, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _I, _P, _P, _I),
     "attention": (_P, _L, _L, _L, _L, _I, _P, _L, _P, _P, _P, _L, _P, _I),
 }

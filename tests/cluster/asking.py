@@ -45,7 +45,12 @@ async def assert_at_rest(cluster: LocalCluster, *, within_s: float = 10.0) -> No
     while True:
         workers = (await cluster.workers()).values()
         left = {
-            worker.worker_id: (worker.num_used_blocks, worker.queued_prefill_tokens, worker.num_waiting, worker.num_running)
+            worker.worker_id: (
+                worker.num_used_blocks,
+                worker.queued_prefill_tokens,
+                worker.num_waiting,
+                worker.num_running,
+            )
             for worker in workers
         }
         if all(counts == (0, 0, 0, 0) for counts in left.values()):

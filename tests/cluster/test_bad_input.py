@@ -10,13 +10,11 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 import pytest_asyncio
 
 from deploy.local import ClusterConfig, LocalCluster
-from protos.channel import open_channel, service_errors
+from protos.channel import bytes_stream, open_channel, service_errors
 from protos.client import PdserveClient
 from protos.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, ServiceError
 from protos.values import Sampling
@@ -74,7 +72,12 @@ REFUSED: list[tuple[str, str | Sequence[int], Sampling, type[ServiceError], str,
     ("prompt", "sampling", "error", "field", "says"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
 async def test_refused_with_the_field_and_the_limit(
-    client: PdserveClient, prompt: str | Sequence[int], sampling: Sampling, error: type[ServiceError], field: str, says: str
+    client: PdserveClient,
+    prompt: str | Sequence[int],
+    sampling: Sampling,
+    error: type[ServiceError],
+    field: str,
+    says: str,
 ) -> None:
     with pytest.raises(error, match=says) as caught:
         await ask(client, prompt, sampling)
@@ -109,7 +112,7 @@ async def test_deadline(client: PdserveClient, deadline_s: float) -> None:
 async def test_invalid_utf8(cluster: LocalCluster, client: PdserveClient) -> None:
     """A GenerateRequest whose text, field 3, is not UTF-8; no client library would send it."""
     async with open_channel(cluster.router_address) as channel:
-        call = channel.unary_stream("/pdserve.v1.Inference/Generate")(b"\x1a\x02\xff\xfe", timeout=10)
+        call = bytes_stream(channel, "/pdserve.v1.Inference/Generate")(b"\x1a\x02\xff\xfe", timeout=10)
         with pytest.raises(InvalidArgument, match="UTF-8"), service_errors():
             await call.read()
 

@@ -77,7 +77,9 @@ async def test_prefill_worker_killed_mid_prefill(cluster: LocalCluster) -> None:
         answers = await asyncio.gather(*tasks)
     for prompt, answered in zip(asked, answers, strict=True):
         assert answered.token_ids == expected(prompt, 30)
-        assert answered.usage.decode_received_tokens + answered.usage.decode_cached_tokens == answered_kv(prompt, answered)
+        assert answered.usage.decode_received_tokens + answered.usage.decode_cached_tokens == answered_kv(
+            prompt, answered
+        )
         assert answered.usage.decode_recomputed_tokens == 0
     assert sum(answered.usage.num_retries for answered in answers) >= 1
     await assert_at_rest(cluster)
@@ -100,7 +102,9 @@ async def test_decode_worker_killed_mid_decode(cluster: LocalCluster) -> None:
         answers = await asyncio.gather(*tasks)
     for prompt, answered in zip(asked, answers, strict=True):
         assert answered.token_ids == expected(prompt, 150)
-        assert answered.usage.decode_received_tokens + answered.usage.decode_cached_tokens == answered_kv(prompt, answered)
+        assert answered.usage.decode_received_tokens + answered.usage.decode_cached_tokens == answered_kv(
+            prompt, answered
+        )
     assert sum(answered.usage.num_resumes for answered in answers) >= NUM_STREAMS // 2
     await assert_at_rest(cluster)
 

@@ -1,4 +1,4 @@
-"""Greedy float32 tokens of the whole system equal a plain transformers loop, and counters prove that KV was received."""
+"""Greedy float32 tokens of the whole system equal a plain transformers loop; counters prove that KV was received."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def cluster(request: pytest.FixtureRequest, tiny_moe: TinyModel) -> AsyncI
 
 
 def mixed_requests() -> list[tuple[list[int], Sampling]]:
-    """50 prompts: shorter than a block, exactly one, several and a bit; many share a prefix; some answers are one token."""
+    """50 prompts: shorter than a block, exactly one, several; many share a prefix; some answers are one token."""
     rng = random.Random(7)
     shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(96)]
     lengths = [1, 2, 5, 15, 16, 17, 31, 32, 33, 48, 64, 100, 150, 250, 333]

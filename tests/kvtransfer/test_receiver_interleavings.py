@@ -68,8 +68,8 @@ class Interleavings(RuleBasedStateMachine):
             sender.attached = True
             self.receiver.sender_attached(sender.identity.epoch)
 
-    @rule(number=st.integers(0, 1))
-    def lose(self, number: int) -> None:
+    @rule(number=st.integers(0, 1), then=st.sampled_from([0.0, 1.0, 3.0]))
+    def lose(self, number: int, then: float) -> None:
         """The stream ends. What the sender has posted may land until the grace is over."""
         sender = self.senders[number]
         if sender.attached:
@@ -79,6 +79,7 @@ class Interleavings(RuleBasedStateMachine):
                 held.until = self.now + GRACE_S
             self.stopped += sender.held
             sender.held = []
+        self.pass_time(then)
 
     @rule(
         target=tickets,
@@ -190,9 +191,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for number in (0, 1):
-            self.lose(number)
-        self.now += GRACE_S
-        self.receiver.expire()
+            self.lose(number, then=GRACE_S)
         for block_id, count in list(self.owned.items()):
             for _ in range(count):
                 self.pool.release([block_id])

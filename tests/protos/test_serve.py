@@ -89,7 +89,7 @@ async def test_stop_lets_requests_finish_and_cancels_what_takes_longer() -> None
         endless = stub.Generate(inference_pb2.GenerateRequest())
         await endless.read()
         slow = asyncio.create_task(_name(stub, "slow"))
-        await asyncio.sleep(0.01)
+        await _being_served(server, 2)
         await server.stop(grace_s=0.2)
         assert await slow == "slow"
         assert echo.closed == 1
@@ -97,6 +97,12 @@ async def test_stop_lets_requests_finish_and_cancels_what_takes_longer() -> None
             while await endless.read() is not grpc.aio.EOF:
                 pass
         assert is_connection_failure(caught.value)
+
+
+async def _being_served(server: GrpcServer, num_requests: int) -> None:
+    async with asyncio.timeout(5):
+        while server.num_requests < num_requests:
+            await asyncio.sleep(0.001)
 
 
 async def _name(stub: inference_pb2_grpc.InferenceStub, model: str) -> str:
@@ -107,7 +113,7 @@ async def test_stop_takes_no_longer_than_what_runs() -> None:
     async with running_echo() as (_, server, channel):
         stub = inference_pb2_grpc.InferenceStub(channel)
         slow = asyncio.create_task(_name(stub, "slow"))
-        await asyncio.sleep(0.01)
+        await _being_served(server, 1)
         started_at = time.monotonic()
         await server.stop(grace_s=30)
         assert time.monotonic() - started_at < 5

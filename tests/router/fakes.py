@@ -67,6 +67,9 @@ class HandOver:
     def __init__(self) -> None:
         self._commits: dict[str, asyncio.Future[None]] = {}
 
+    def forget(self, attempt_id: str) -> None:
+        del self._commits[attempt_id]
+
     def of(self, attempt_id: str) -> asyncio.Future[None]:
         return self._commits.setdefault(attempt_id, asyncio.get_running_loop().create_future())
 
@@ -74,10 +77,12 @@ class HandOver:
 class FakeWorker(prefill_pb2_grpc.PrefillServicer):
     """`hooks` by name of the moment: prefill.start, prefill.first, prefill.committed, decode.start, decode.token."""
 
-    def __init__(self, name: str, role: int, hand_over: HandOver, epoch: str = "e1") -> None:
+    def __init__(self, name: str, role: int, hand_over: HandOver, epoch: str, num_blocks: int) -> None:
         self.name = name
         self.epoch = epoch
         self.role = role
+        self.num_blocks = num_blocks
+        self.tokenizer_digest = CARD.tokenizer_digest
         self.hooks: dict[str, Hook] = {}
         self.num_open = 0
         self.prefills: list[prefill_pb2.PrefillRequest] = []
@@ -115,9 +120,9 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
             role=self.role,  # type: ignore[arg-type]
             flippable=True,
             model_name="tiny",
-            tokenizer_digest="digest-1",
+            tokenizer_digest=self.tokenizer_digest,
             layout=layout_message(),
-            num_blocks=100,
+            num_blocks=self.num_blocks,
             runner="fake",
         )
 
@@ -193,10 +198,10 @@ class FakeFleet:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.workers: dict[str, FakeWorker] = {}
-        self._hand_over = HandOver()
+        self.hand_over = HandOver()
 
-    async def add(self, name: str, role: int, epoch: str = "e1") -> FakeWorker:
-        worker = FakeWorker(name, role, self._hand_over, epoch)
+    async def add(self, name: str, role: int, epoch: str = "e1", num_blocks: int = 100) -> FakeWorker:
+        worker = FakeWorker(name, role, self.hand_over, epoch, num_blocks)
         self.workers[name] = worker
         await worker.start(self.router.address)
         return worker

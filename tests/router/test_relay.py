@@ -1,11 +1,8 @@
-"""Requests through a real router to fake workers over real gRPC, with every kind of failure on the way."""
+"""Requests through a real router to fake workers over real gRPC, when nothing fails but clients may leave."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 
 import pytest
 
@@ -13,86 +10,13 @@ from protos import workers_pb2
 from protos.client import PdserveClient
 from protos.errors import (
     AlreadyExists,
-    AttemptsExhausted,
     DeadlineExceeded,
-    Internal,
-    InvalidArgument,
     NoWorker,
-    ResourceExhausted,
-    ServiceError,
     Unavailable,
 )
-from protos.values import Chunk, Sampling, Summary
-from router.config import RelayPolicy
-from tests.router.fakes import POLICY, FakeFleet, FakeWorker, plain_loop, running_fleet
-
-PROMPT = list(range(20, 41))
-
-
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    """Two prefill and two decode workers."""
-    async with running_fleet(num_prefill=2, num_decode=2) as fleet:
-        yield fleet
-        await fleet.settled()
-
-
-@pytest.fixture
-async def client(fleet: FakeFleet) -> AsyncIterator[PdserveClient]:
-    async with PdserveClient(fleet.router.address) as client:
-        yield client
-
-
-async def answer(
-    client: PdserveClient, sampling: Sampling, *, prompt: list[int] = PROMPT, deadline_s: float | None = None
-) -> tuple[list[int], list[Chunk], Summary]:
-    chunks: list[Chunk] = []
-    async with aclosing(client.generate(prompt, sampling=sampling, deadline_s=deadline_s)) as parts:
-        async for part in parts:
-            if isinstance(part, Summary):
-                return [token for chunk in chunks for token in chunk.token_ids], chunks, part
-            chunks.append(part)
-    raise AssertionError("no summary")
-
-
-def all_workers(fleet: FakeFleet, letter: str) -> list[FakeWorker]:
-    return [worker for name, worker in fleet.workers.items() if name.startswith(letter)]
-
-
-class Once:
-    """A hook that does something at one moment of the first attempt that reaches it, and nothing later."""
-
-    def __init__(self, fleet: FakeFleet, letter: str, moment: str, num_tokens: int | None = None) -> None:
-        self.hit: FakeWorker | None = None
-        self._num_tokens = num_tokens
-        for worker in all_workers(fleet, letter):
-            worker.hooks[moment] = self._hook_of(worker)
-
-    async def act(self, worker: FakeWorker) -> None:
-        raise NotImplementedError
-
-    def _hook_of(self, worker: FakeWorker):  # type: ignore[no-untyped-def]
-        async def hook(attempt_id: str, num_tokens: int) -> None:
-            if self.hit is None and self._num_tokens in (None, num_tokens):
-                self.hit = worker
-                await self.act(worker)
-
-        return hook
-
-
-class DieOnce(Once):
-    async def act(self, worker: FakeWorker) -> None:
-        asyncio.get_running_loop().create_task(worker.die()).add_done_callback(lambda task: task.result())
-        await asyncio.sleep(5)  # cancelled by its own death
-
-
-class FailOnce(Once):
-    def __init__(self, error: ServiceError, fleet: FakeFleet, letter: str, moment: str, num_tokens: int | None = None):
-        super().__init__(fleet, letter, moment, num_tokens)
-        self._error = error
-
-    async def act(self, worker: FakeWorker) -> None:
-        raise self._error
+from protos.values import Sampling, Summary
+from tests.router.asking import PROMPT, all_workers, answer
+from tests.router.fakes import FakeFleet, plain_loop, running_fleet
 
 
 async def test_tokens_are_those_of_a_plain_loop(fleet: FakeFleet, client: PdserveClient) -> None:
@@ -140,7 +64,7 @@ async def test_first_token_comes_before_decodes_bytes_that_were_quicker(
     all_sent = asyncio.Event()
 
     async def committed_at_once(attempt_id: str, num_tokens: int) -> None:
-        fleet._hand_over.of(attempt_id).set_result(None)
+        fleet.hand_over.of(attempt_id).set_result(None)
         await all_sent.wait()
 
     async def last_token(attempt_id: str, num_tokens: int) -> None:
@@ -148,7 +72,7 @@ async def test_first_token_comes_before_decodes_bytes_that_were_quicker(
             asyncio.get_running_loop().call_later(0.02, all_sent.set)
 
     async def nothing_left_to_commit(attempt_id: str, num_tokens: int) -> None:
-        fleet._hand_over._commits.pop(attempt_id)
+        fleet.hand_over.forget(attempt_id)
 
     for worker in all_workers(fleet, "p"):
         worker.hooks = {"prefill.start": committed_at_once, "prefill.first": nothing_left_to_commit}
@@ -170,112 +94,6 @@ async def test_first_token_does_not_wait_for_the_hand_over(fleet: FakeFleet, cli
     async for _ in client.generate(PROMPT, sampling=Sampling(max_tokens=4)):
         has_token.set()
     assert was_late == [False]
-
-
-@pytest.mark.parametrize("moment", ["prefill.start", "prefill.first"])
-async def test_prefill_worker_dies(fleet: FakeFleet, client: PdserveClient, moment: str) -> None:
-    death = DieOnce(fleet, "p", moment)
-    tokens, _, summary = await answer(client, Sampling(max_tokens=6))
-    assert death.hit is not None
-    assert tokens == plain_loop(PROMPT, 6)
-    is_after = moment == "prefill.first"
-    assert (summary.usage.num_retries, summary.usage.num_resumes) == ((0, 1) if is_after else (1, 0))
-    (other,) = [worker for worker in all_workers(fleet, "p") if worker is not death.hit]
-    assert [len(request.token_ids) for request in other.prefills] == [len(PROMPT) + is_after]
-    assert other.prefills[0].num_prompt_tokens == len(PROMPT)
-
-
-@pytest.mark.parametrize("num_emitted", [1, 2, 5, 7])
-async def test_decode_worker_dies_and_the_answer_goes_on(
-    fleet: FakeFleet, client: PdserveClient, num_emitted: int
-) -> None:
-    """1: between the first token and decode's first; 7: before the last."""
-    death = DieOnce(fleet, "d", "decode.token", len(PROMPT) + num_emitted)
-    tokens, _, summary = await answer(client, Sampling(max_tokens=8))
-    assert death.hit is not None
-    assert tokens == plain_loop(PROMPT, 8)
-    assert (summary.usage.num_retries, summary.usage.num_resumes) == (0, 1)
-    requests = [request for worker in all_workers(fleet, "p") for request in worker.prefills]
-    resumed = max(requests, key=lambda request: len(request.token_ids))
-    assert list(resumed.token_ids) == PROMPT + tokens[:num_emitted]
-    assert resumed.num_prompt_tokens == len(PROMPT)
-    assert resumed.HasField("decode") == (num_emitted < 7)
-
-
-async def test_both_pools_lose_a_worker_under_many_streams(fleet: FakeFleet, client: PdserveClient) -> None:
-    DieOnce(fleet, "d", "decode.token", len(PROMPT) + 9)
-    DieOnce(fleet, "p", "prefill.first", len(PROMPT) + 1)  # while it resumes one of them
-    prompts = [[*PROMPT[:-1], 50 + index] for index in range(16)]
-    answers = await asyncio.gather(*(answer(client, Sampling(max_tokens=20), prompt=prompt) for prompt in prompts))
-    assert [tokens for tokens, _, _ in answers] == [plain_loop(prompt, 20) for prompt in prompts]
-
-
-@pytest.mark.parametrize("letter, moment", [("p", "prefill.start"), ("d", "decode.start")])
-@pytest.mark.parametrize("error", [Internal("out of memory"), ResourceExhausted("full"), Unavailable("gone")])
-async def test_a_leg_that_fails_with_words_is_tried_elsewhere(
-    fleet: FakeFleet, client: PdserveClient, letter: str, moment: str, error: ServiceError
-) -> None:
-    failure = FailOnce(error, fleet, letter, moment)
-    tokens, _, summary = await answer(client, Sampling(max_tokens=6))
-    assert tokens == plain_loop(PROMPT, 6)
-    assert summary.usage.num_retries + summary.usage.num_resumes == 1  # prefill may be quicker than decode's refusal
-    assert failure.hit is not None and failure.hit.num_open == 0
-
-
-async def test_prefill_that_fails_after_the_first_token_ends_the_wait_for_the_hand_over(
-    fleet: FakeFleet, client: PdserveClient
-) -> None:
-    FailOnce(Unavailable("the writes failed"), fleet, "p", "prefill.first")
-    started_at = time.monotonic()
-    tokens, _, summary = await answer(client, Sampling(max_tokens=6))
-    assert tokens == plain_loop(PROMPT, 6)
-    assert summary.usage.num_resumes == 1
-    assert time.monotonic() - started_at < 1
-
-
-async def test_prefill_that_dies_after_the_hand_over_does_no_harm(fleet: FakeFleet, client: PdserveClient) -> None:
-    async def some_time(attempt_id: str, num_tokens: int) -> None:
-        await asyncio.sleep(0.002)
-
-    for worker in all_workers(fleet, "d"):
-        worker.hooks["decode.token"] = some_time
-
-    class DieLater(DieOnce):
-        async def act(self, worker: FakeWorker) -> None:
-            await asyncio.sleep(0.02)
-            await super().act(worker)
-
-    DieLater(fleet, "p", "prefill.committed")
-    tokens, _, summary = await answer(client, Sampling(max_tokens=40))
-    assert tokens == plain_loop(PROMPT, 40)
-    assert (summary.usage.num_retries, summary.usage.num_resumes) == (0, 0)
-
-
-async def test_what_a_worker_calls_invalid_is_told_to_the_client(fleet: FakeFleet, client: PdserveClient) -> None:
-    FailOnce(InvalidArgument("too long for this cache", field="token_ids"), fleet, "p", "prefill.start")
-    with pytest.raises(InvalidArgument, match="too long for this cache") as caught:
-        await answer(client, Sampling(max_tokens=6))
-    assert caught.value.field == "token_ids"
-
-
-async def test_gives_up_when_the_budget_is_spent(fleet: FakeFleet, client: PdserveClient) -> None:
-    async def fail(attempt_id: str, num_tokens: int) -> None:
-        raise Unavailable("the cache is on fire")
-
-    for worker in all_workers(fleet, "p"):
-        worker.hooks["prefill.start"] = fail
-    with pytest.raises(AttemptsExhausted, match=r"4 attempts failed.*the cache is on fire"):
-        await answer(client, Sampling(max_tokens=6))
-    assert sum(len(worker.prefills) for worker in all_workers(fleet, "p")) == POLICY.max_attempts
-    assert sum(len(worker.decodes) for worker in all_workers(fleet, "d")) == POLICY.max_attempts
-
-
-async def test_failed_workers_are_avoided(fleet: FakeFleet, client: PdserveClient) -> None:
-    """The second attempt goes to the other pair, whatever the load."""
-    failure = FailOnce(Internal("broken"), fleet, "p", "prefill.start")
-    await answer(client, Sampling(max_tokens=6))
-    assert sorted(len(worker.prefills) for worker in all_workers(fleet, "p")) == [1, 1]
-    assert failure.hit is not None
 
 
 async def test_one_token_needs_no_decode_worker(fleet: FakeFleet, client: PdserveClient) -> None:
@@ -385,13 +203,15 @@ async def test_colocated_worker_does_it_all() -> None:
         assert not any(worker.prefills for worker in fleet.workers.values())
 
 
-async def test_colocated_worker_dies() -> None:
-    async with running_fleet(num_both=2) as fleet, PdserveClient(fleet.router.address) as client:
-        DieOnce(fleet, "w", "decode.token", len(PROMPT) + 3)
-        tokens, _, summary = await answer(client, Sampling(max_tokens=6))
-        assert tokens == plain_loop(PROMPT, 6)
-        assert summary.usage.num_resumes == 1
-        await fleet.settled()
+async def test_client_that_leaves_a_colocated_worker() -> None:
+    async with running_fleet(num_both=1) as fleet, PdserveClient(fleet.router.address) as client:
+        for num_read in (1, 3):
+            parts = client.generate(PROMPT, sampling=Sampling(max_tokens=200))
+            for _ in range(num_read):
+                await anext(parts)
+            await parts.aclose()
+            await fleet.settled()
+        assert not fleet.workers["w0"].prefills and len(fleet.workers["w0"].decodes) == 2
 
 
 async def test_no_worker_says_which_role_is_missing() -> None:
@@ -400,20 +220,6 @@ async def test_no_worker_says_which_role_is_missing() -> None:
             await answer(client, Sampling(max_tokens=6))
         tokens, _, _ = await answer(client, Sampling(max_tokens=1))
         assert tokens == plain_loop(PROMPT, 1)
-
-
-async def test_waits_for_a_worker_that_comes_back() -> None:
-    policy = RelayPolicy(retry_delay_s=0.001, wait_for_worker_s=5.0)
-    async with running_fleet(1, 1, policy=policy) as fleet, PdserveClient(fleet.router.address) as client:
-        DieOnce(fleet, "d", "decode.token", len(PROMPT) + 3)
-        reading = asyncio.create_task(answer(client, Sampling(max_tokens=6)))
-        await asyncio.sleep(0.05)
-        assert not reading.done()
-        await fleet.add("d0", workers_pb2.ROLE_DECODE, epoch="e2")
-        tokens, _, summary = await reading
-        assert tokens == plain_loop(PROMPT, 6)
-        assert summary.usage.num_resumes == 1
-        await fleet.settled()
 
 
 async def test_role_flip_takes_effect_from_the_next_request_on() -> None:

@@ -12,12 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import REGISTRY
 
 from model.kv_layout import KVLayout
-from protos import inference_pb2, workers_pb2, workers_pb2_grpc
+from protos import workers_pb2, workers_pb2_grpc
 from protos.channel import bytes_stream, open_channel, service_errors
 from protos.client import PdserveClient
 from protos.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from protos.values import ChatMessage, Chunk, Sampling
-from tests.router.fakes import BLOCK_SIZE, CARD, FakeFleet, FakeTokenizer, plain_loop, ready_load, running_fleet
+from tests.router.fakes import BLOCK_SIZE, FakeFleet, FakeTokenizer, plain_loop, ready_load, running_fleet
 
 
 @pytest.fixture
@@ -237,8 +237,7 @@ async def test_metrics_count_what_happened(fleet: FakeFleet, client: PdserveClie
 async def test_default_answer_is_bounded_by_the_cache_of_the_workers() -> None:
     """A model's context may be larger than what any worker can hold."""
     async with running_fleet() as fleet, PdserveClient(fleet.router.address) as client:
-        worker = await fleet.add("w", workers_pb2.ROLE_BOTH)
-        fleet.router.table.workers()[0].profile = _with_blocks(fleet, 5)
+        worker = await fleet.add("w", workers_pb2.ROLE_BOTH, num_blocks=5)
         tokens = await tokens_of(client.generate([50] * 8))
         assert len(tokens) == 5 * BLOCK_SIZE - 8
         assert worker.decodes[0].sampling.max_tokens == 12
@@ -246,14 +245,3 @@ async def test_default_answer_is_bounded_by_the_cache_of_the_workers() -> None:
             InvalidArgument, match="at most 12: the largest KV cache of the workers that decode holds 20"
         ):
             await tokens_of(client.generate([50] * 8, sampling=Sampling(max_tokens=13)))
-
-
-def _with_blocks(fleet: FakeFleet, num_blocks: int) -> Any:
-    from dataclasses import replace
-
-    return replace(fleet.router.table.workers()[0].profile, num_blocks=num_blocks)
-
-
-def test_card_is_what_the_fakes_say() -> None:
-    assert CARD.tokenizer.encode("a") == [3 + 97]
-    assert inference_pb2.DESCRIPTOR.package == "pdserve.v1"

@@ -52,6 +52,11 @@ def resolved(ids: tuple[int, ...] = IDS, limit: TokenLimit = LIMIT, **sampling: 
         ({"token_ids": pb.TokenIds()}, "token_ids", "token_ids is empty"),
         ({"token_ids": pb.TokenIds(ids=[1, -1])}, "token_ids", r"token_ids\[1\] is -1; 'tiny' has token ids 0 to 999"),
         ({"token_ids": pb.TokenIds(ids=[VOCAB_SIZE])}, "token_ids", r"token_ids\[0\] is 1000"),
+        (
+            {"token_ids": pb.TokenIds(ids=[-1] * 256)},
+            "token_ids",
+            "token_ids has 256 tokens; the model's context holds",
+        ),
         ({"text": "x", "request_id": ""}, "request_id", "it must be 1 to 128 printable characters"),
         ({"text": "x", "request_id": "a\n"}, "request_id", r"request_id is 'a\\n'"),
         ({"text": "x", "request_id": "a" * 129}, "request_id", "1 to 128"),
@@ -70,6 +75,7 @@ def test_generate_is_refused(fields: dict[str, Any], field: str, problem: str) -
         ([("user", "hi"), ("robot", "x")], "messages[1].role", "is 'robot'; it must be one of system, user, assistant"),
         ([("", "hi")], "messages[0].role", "is ''"),
         ([("system", "x"), ("user", "")], "messages[1].content", r"messages\[1\].content is empty"),
+        ([("user", "x")] * 4097, "messages", "messages has more than 4096 messages"),
         ([("user", "x" * 60), ("user", "y" * 60)], "messages", "messages has 120 bytes"),
     ],
 )

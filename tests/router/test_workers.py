@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,9 @@ def table(clock: Clock) -> WorkerTable:
     return WorkerTable("t1", clock)
 
 
-def profile(name: str, role: Role, epoch: str = "e1", layout: KVLayout = LAYOUT, **fields: object) -> WorkerProfile:
+def profile(name: str, role: Role, epoch: str = "e1", layout: KVLayout = LAYOUT, **fields: Any) -> WorkerProfile:
     known = WorkerProfile(WorkerId(name, epoch), f"{name}:1", role, True, "tiny", "t1", layout, num_blocks=100)
-    return replace(known, **fields)  # type: ignore[arg-type]
+    return replace(known, **fields)
 
 
 def candidate(table: WorkerTable, name: str) -> Candidate:
@@ -172,7 +173,7 @@ def test_load_of_a_replaced_worker_does_not_weigh_on_the_new_one(table: WorkerTa
         ({"tokenizer_digest": "t2"}, "tokenizer_digest is 't2' at the worker and 't1' at the router"),
     ],
 )
-def test_worker_that_does_not_fit_is_refused(table: WorkerTable, change: dict[str, object], problem: str) -> None:
+def test_worker_that_does_not_fit_is_refused(table: WorkerTable, change: dict[str, Any], problem: str) -> None:
     two_pools(table)
     with pytest.raises(FailedPrecondition, match=problem) as caught:
         table.register(profile("x", Role.BOTH, **change), READY)

@@ -1,0 +1,72 @@
+#include "kernels.h"
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Helper threads that take pieces of the caller's job. Nobody waits for a helper that has not started a piece: on a machine
+ * whose cores are busy with other processes the caller goes on alone, where a barrier would wait for the scheduler.
+ * An idle helper looks for work for some 30 us, which spans the gap between two kernels of a step, and then sleeps. */
+enum { MAX_HELPERS = 255, LOOKS = 1000 };
+
+static pthread_mutex_t one_job = PTHREAD_MUTEX_INITIALIZER;
+static int num_helpers;
+static struct {
+    piece_of_job *function;
+    const void *job;
+    long num_pieces;
+} current; /* valid for whoever has claimed a piece, until that piece is finished */
+static atomic_long unclaimed, unfinished;
+static atomic_int calls, num_asleep;
+
+static int claim_and_run(void) {
+    long left = atomic_load(&unclaimed);
+    do
+        if (left <= 0) return 0;
+    while (!atomic_compare_exchange_weak(&unclaimed, &left, left - 1));
+    current.function(current.job, current.num_pieces - left);
+    atomic_fetch_sub(&unfinished, 1);
+    return 1;
+}
+
+static void *help(void *unused) {
+    for (;;) {
+        const int seen = atomic_load(&calls);
+        int looks = 0;
+        while (looks < LOOKS)
+            if (claim_and_run()) looks = 0;
+            else _mm_pause(), looks++;
+        atomic_fetch_add(&num_asleep, 1);
+        if (seen == atomic_load(&calls)) syscall(SYS_futex, &calls, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+        atomic_fetch_sub(&num_asleep, 1);
+    }
+    return unused;
+}
+
+static void start_helpers(int wanted) {
+    for (pthread_t thread; num_helpers < MIN(wanted, MAX_HELPERS); num_helpers++) {
+        if (pthread_create(&thread, NULL, help, NULL) != 0) return; /* fewer helpers are only slower */
+        pthread_detach(thread);
+    }
+}
+
+void in_pieces(piece_of_job *function, const void *job, long num_pieces, int num_threads) {
+    if (num_threads < 2 || num_pieces < 2 || pthread_mutex_trylock(&one_job) != 0) { /* or another caller has the helpers */
+        for (long piece = 0; piece < num_pieces; piece++) function(job, piece);
+        return;
+    }
+    start_helpers(num_threads - 1);
+    current.function = function, current.job = job, current.num_pieces = num_pieces;
+    atomic_store(&unfinished, num_pieces);
+    atomic_store(&unclaimed, num_pieces);
+    atomic_fetch_add(&calls, 1);
+    if (atomic_load(&num_asleep) > 0) syscall(SYS_futex, &calls, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    while (claim_and_run()) continue;
+    for (int looks = 0; atomic_load(&unfinished) > 0; looks++)
+        if (looks < LOOKS) _mm_pause();
+        else sched_yield(); /* a helper was interrupted within its piece */
+    pthread_mutex_unlock(&one_job);
+}

@@ -1,0 +1,24 @@
+"""A fleet of two prefill and two decode workers, and a client of its router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from protos.client import PdserveClient
+from tests.router.fakes import FakeFleet, running_fleet
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    """Two prefill and two decode workers."""
+    async with running_fleet(num_prefill=2, num_decode=2) as fleet:
+        yield fleet
+        await fleet.settled()
+
+
+@pytest.fixture
+async def client(fleet: FakeFleet) -> AsyncIterator[PdserveClient]:
+    async with PdserveClient(fleet.router.address) as client:
+        yield client
