@@ -2,15 +2,21 @@
 
 enum { TILE = 6, K_BLOCK = 768, AHEAD = 32 };
 
-/* One vector of K: m x n products of eight. The barrier keeps x in its register: reloading it n times costs more. */
+/* Makes the compiler keep v in a register where it would rather load (and convert) it again for each use. */
+#define KEEP(v) __asm__("" : "+x"(v))
+
+/* One vector of K: m x n products of eight. */
 INLINE void step(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, __m256 *sum) {
     __m256 weights[8];
 #pragma GCC unroll 8
-    for (int j = 0; j < n; j++) weights[j] = load8(type, w + j * ldw);
+    for (int j = 0; j < n; j++) {
+        weights[j] = load8(type, w + j * ldw);
+        KEEP(weights[j]);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++) {
         __m256 v = _mm256_loadu_ps(x + i * ldx);
-        __asm__("" : "+x"(v));
+        KEEP(v);
 #pragma GCC unroll 8
         for (int j = 0; j < n; j++) sum[i * n + j] = _mm256_fmadd_ps(v, weights[j], sum[i * n + j]);
     }
@@ -52,7 +58,7 @@ INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w
         for (int j = 0; j < n; j++) y[i * ldy + j] = add ? y[i * ldy + j] + product[i * n + j] : product[i * n + j];
 }
 
-/* m rows of x times all N rows of w, n at a time: m * n sums fit the registers. */
+/* m rows of x times all N rows of w, n at a time: m * n sums, n weights and one x fit the 16 registers. */
 typedef void rows_of_x(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy, int add);
 #define ROWS(type, m, n)                                                                                                  \
     static void rows_##type##_##m(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy, \
@@ -61,7 +67,7 @@ typedef void rows_of_x(const float *x, long ldx, const char *w, long N, long ldw
         for (; j + n <= N; j += n) tile(type, m, n, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                        \
         for (; j < N; j++) tile(type, m, 1, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                                \
     }
-#define ALL_ROWS(type) ROWS(type, 1, 8) ROWS(type, 2, 4) ROWS(type, 3, 4) ROWS(type, 4, 3) ROWS(type, 5, 2) ROWS(type, 6, 2)
+#define ALL_ROWS(type) ROWS(type, 1, 4) ROWS(type, 2, 4) ROWS(type, 3, 3) ROWS(type, 4, 2) ROWS(type, 5, 2) ROWS(type, 6, 2)
 #define NAMES(type) {rows_##type##_1, rows_##type##_2, rows_##type##_3, rows_##type##_4, rows_##type##_5, rows_##type##_6}
 ALL_ROWS(F32)
 ALL_ROWS(BF16)
