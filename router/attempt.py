@@ -18,7 +18,7 @@ import grpc.aio
 from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from protos.channel import bytes_stream
 from protos.errors import ServiceError, WorkerLost, from_rpc_error, is_connection_failure
-from router.links import Links
+from router.links import Link, Links
 from router.messages import decode_request, prefill_request
 from router.placement import Candidate, Placement, WorkerId
 from router.validation import Request
@@ -27,7 +27,21 @@ DECODE_METHOD = "/pdserve.v1.Decode/Decode"
 _STATISTICS_S = 1.0  # for prefill's, when the answer is complete already: it goes without them
 
 Messages: TypeAlias = AsyncGenerator[bytes, None]
-DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[bytes, bytes]"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLeg:
+    """An open Decode call."""
+
+    worker: Candidate
+    link: Link
+    call: grpc.aio.UnaryStreamCall[bytes, bytes]
+
+    async def read(self) -> bytes | None:
+        """The next message; None at the end."""
+        with _leg(self.worker, self.link):
+            raw = await self.call.read()
+        return raw if isinstance(raw, bytes) else None
 
 
 class AttemptFailed(Exception):
@@ -70,67 +84,62 @@ class Attempt:
 
     async def _one_leg(self, worker: Candidate) -> Messages:
         """Prefill and decode on the same worker."""
-        async with self._decode_call(worker, prefill_here=True) as call:
-            while (raw := await _read(call, worker)) is not None:
+        async with self._decode_leg(worker, prefill_here=True) as leg:
+            while (raw := await leg.read()) is not None:
                 yield raw
 
     async def _prefill_alone(self, worker: Candidate) -> Messages:
         first = _first_token_future()
-        leg = asyncio.create_task(self._run_prefill(worker, None, first))
+        prefilling = asyncio.create_task(self._run_prefill(worker, None, first))
         try:
-            token = await _first_token(first, leg)
+            token = await _first_token(first, prefilling)
             yield token.SerializeToString()
-            await asyncio.wait([leg], timeout=_STATISTICS_S)
+            await asyncio.wait([prefilling], timeout=_STATISTICS_S)
         finally:
-            await _cancelled(leg)
+            await _cancelled(prefilling)
 
     async def _two_legs(self, prefill: Candidate, decode: Candidate) -> Messages:
         """The first token as soon as prefill has it, then what decode sends, which may have come before it."""
         first = _first_token_future()
-        async with self._decode_call(decode, prefill_here=False) as call:
-            leg = asyncio.create_task(self._run_prefill(prefill, decode, first))
-            second = asyncio.create_task(_read_second(call, decode))
+        async with self._decode_leg(decode, prefill_here=False) as leg:
+            prefilling = asyncio.create_task(self._run_prefill(prefill, decode, first))
+            second = asyncio.create_task(_read_second(leg))
             try:
-                token = await _first_token(first, leg, second)
+                token = await _first_token(first, prefilling, second)
                 yield token.SerializeToString()
                 if token.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED:
-                    raw: bytes | None = await _handed_over(leg, second)
+                    raw: bytes | None = await _handed_over(prefilling, second)
                     while raw is not None:
                         yield raw
-                        raw = await _read(call, decode)
+                        raw = await leg.read()
                 else:
-                    call.cancel()
-                await asyncio.wait([leg], timeout=_STATISTICS_S)
+                    leg.call.cancel()
+                await asyncio.wait([prefilling], timeout=_STATISTICS_S)
             finally:
-                call.cancel()
-                await _cancelled(leg, second)
+                leg.call.cancel()
+                await _cancelled(prefilling, second)
 
     @asynccontextmanager
-    async def _decode_call(self, worker: Candidate, *, prefill_here: bool) -> AsyncIterator[DecodeCall]:
+    async def _decode_leg(self, worker: Candidate, *, prefill_here: bool) -> AsyncIterator[DecodeLeg]:
         request = decode_request(self.request, self.attempt_id, self.token_ids, prefill_here=prefill_here)
-        async with self.links.to(worker) as channel:
-            call = bytes_stream(channel, DECODE_METHOD)(request.SerializeToString(), timeout=self.timeout_s)
-            try:
-                yield call
-            finally:
-                call.cancel()  # nothing happens if it has ended
+        async with self.links.to(worker) as link:
+            call = bytes_stream(link.channel, DECODE_METHOD)(request.SerializeToString(), timeout=self.timeout_s)
+            with link.follow(call):
+                yield DecodeLeg(worker, link, call)
 
     async def _run_prefill(
         self, worker: Candidate, decode: Candidate | None, first: asyncio.Future[inference_pb2.GenerateResponse]
     ) -> None:
         """Fulfils `first`, and ends when the hand-over has. Raises AttemptFailed."""
         request = prefill_request(self.request, self.attempt_id, self.token_ids, decode)
-        async with self.links.to(worker) as channel:
-            call = prefill_pb2_grpc.PrefillStub(channel).Prefill(request, timeout=self.timeout_s)
-            try:
-                with _leg(worker):
-                    async for response in call:
-                        if response.HasField("first_token") and not first.done():
-                            first.set_result(response.first_token)
-                        elif response.HasField("handed_over"):
-                            self.prefill_stats = response.handed_over
-            finally:
-                call.cancel()
+        async with self.links.to(worker) as link:
+            call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=self.timeout_s)
+            with link.follow(call), _leg(worker, link):
+                async for response in call:
+                    if response.HasField("first_token") and not first.done():
+                        first.set_result(response.first_token)
+                    elif response.HasField("handed_over"):
+                        self.prefill_stats = response.handed_over
         if not first.done() or self.prefill_stats is None:
             raise ended_early(worker)
 
@@ -141,11 +150,11 @@ def _first_token_future() -> asyncio.Future[inference_pb2.GenerateResponse]:
 
 async def _first_token(
     first: asyncio.Future[inference_pb2.GenerateResponse],
-    leg: asyncio.Task[None],
+    prefilling: asyncio.Task[None],
     *other: asyncio.Task[bytes],
 ) -> inference_pb2.GenerateResponse:
     """Waits for prefill, and sees at once if a leg fails meanwhile."""
-    waiting: set[asyncio.Future[Any]] = {first, leg, *other}
+    waiting: set[asyncio.Future[Any]] = {first, prefilling, *other}
     while not first.done():
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if first.done():
@@ -156,34 +165,34 @@ async def _first_token(
     return first.result()
 
 
-async def _handed_over(leg: asyncio.Task[None], second: asyncio.Task[bytes]) -> bytes:
+async def _handed_over(prefilling: asyncio.Task[None], second: asyncio.Task[bytes]) -> bytes:
     """Decode's first message. Until it comes, decode may wait for a hand-over that a failed prefill will not make."""
     if not second.done():
-        await asyncio.wait([leg, second], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([prefilling, second], return_when=asyncio.FIRST_COMPLETED)
     if not second.done():
-        leg.result()
+        prefilling.result()
     return await second
 
 
-async def _read_second(call: DecodeCall, worker: Candidate) -> bytes:
+async def _read_second(leg: DecodeLeg) -> bytes:
     """Decode never ends well without a message."""
-    raw = await _read(call, worker)
+    raw = await leg.read()
     if raw is None:
-        raise ended_early(worker)
+        raise ended_early(leg.worker)
     return raw
 
 
-async def _read(call: DecodeCall, worker: Candidate) -> bytes | None:
-    """The next message; None at the end."""
-    with _leg(worker):
-        raw = await call.read()
-    return raw if isinstance(raw, bytes) else None
-
-
 @contextmanager
-def _leg(worker: Candidate) -> Iterator[None]:
+def _leg(worker: Candidate, link: Link) -> Iterator[None]:
+    """What goes wrong on a worker's call, as AttemptFailed."""
     try:
         yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not link.is_given_up or (task is not None and task.cancelling()):
+            raise
+        error = WorkerLost(f"worker {worker.id.name!r} has fallen silent")
+        raise AttemptFailed(error, worker.id, is_connection=True) from None
     except grpc.aio.AioRpcError as error:
         is_connection = is_connection_failure(error)
         failure = from_rpc_error(error)

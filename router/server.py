@@ -34,7 +34,7 @@ from router.workers import WorkerTable
 logger = logging.getLogger(__name__)
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
-_LOOK_S = 1.0  # a worker that has fallen silent changes nothing by itself
+_LOOK_S = 0.5  # a worker that has fallen silent changes nothing by itself
 
 
 def load_card(name: str, folder: Path) -> ModelCard:
@@ -98,7 +98,7 @@ class Router:
             self._watch(stack)
             await self._server.start()
             stack.push_async_callback(self._server.stop)
-            watching = asyncio.create_task(self._keep_health())
+            watching = asyncio.create_task(self._look_after())
             stack.push_async_callback(_ended, watching)
             self._stack = stack.pop_all()
         return self
@@ -122,10 +122,12 @@ class Router:
             stack.callback(server.close)
             self.metrics_address = server.address
 
-    async def _keep_health(self) -> None:
-        """Inference is SERVING while a request could be placed."""
+    async def _look_after(self) -> None:
+        """Inference is SERVING while a request could be placed; requests on workers that fell silent go elsewhere."""
         while True:
             await self._server.set_serving(SERVICE, can_serve(self.table.snapshot()))
+            for worker_id in self.table.silent():
+                await self._links.give_up(worker_id)
             await self.table.wait_changed(_LOOK_S)
 
 

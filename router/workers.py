@@ -148,6 +148,10 @@ class WorkerTable:
             worker.is_reachable = False
             self._notify()
 
+    def silent(self) -> list[WorkerId]:
+        """Registered workers that have not reported for a while: stopped, overwhelmed or cut off."""
+        return [worker.profile.id for worker in self._present() if self.age_s(worker) >= _SILENCE_S]
+
     def set_role(self, name: str, role: Role) -> None:
         """From the next placement on; the worker is told.
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -106,6 +108,23 @@ async def test_decode_worker_killed_mid_decode(cluster: LocalCluster) -> None:
             prompt, answered
         )
     assert sum(answered.usage.num_resumes for answered in answers) >= NUM_STREAMS // 2
+    await assert_at_rest(cluster)
+
+
+@pytest.mark.parametrize(("victim", "num_tokens", "after_s"), [("decode-0", 150, 1.0), ("prefill-0", 30, 0.4)])
+async def test_stopped_worker_is_given_up(cluster: LocalCluster, victim: str, num_tokens: int, after_s: float) -> None:
+    """A process that is stopped keeps its connections: only its silence tells. When it goes on it lets go of all."""
+    asked = prompts(8, range(300, 700), seed=7)
+    async with PdserveClient(cluster.router_address) as client:
+        tasks = await ask_all(client, asked, num_tokens)
+        await asyncio.sleep(after_s)
+        os.kill(cluster.pid(victim), signal.SIGSTOP)
+        answers = await asyncio.gather(*tasks)
+    for prompt, answered in zip(asked, answers, strict=True):
+        assert answered.token_ids == expected(prompt, num_tokens)
+    assert sum(answered.usage.num_retries + answered.usage.num_resumes for answered in answers) >= 1
+    os.kill(cluster.pid(victim), signal.SIGCONT)
+    await until(cluster, victim, lambda worker: worker.state == "ready")
     await assert_at_rest(cluster)
 
 
