@@ -100,7 +100,7 @@ def up(context: click.Context, /, **settings: Any) -> None:
 @options.host_option
 @click.option("--port", type=int, default=0, show_default=True, help="0 takes any that is free.")
 @click.option("--worker-id", default="", help="Unique at the router.  [default: from host name and process id]")
-@click.option("--metrics-port", type=int, help="Serve Prometheus metrics there; 0 takes any that is free.")
+@options.metrics_option
 @options.threads_option
 @options.worker_options
 @options.drain_option
@@ -118,7 +118,7 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.model_option
 @options.host_option
 @options.port_option
-@click.option("--metrics-port", type=int, help="Serve Prometheus metrics there; 0 takes any that is free.")
+@options.metrics_option
 @options.drain_option
 @options.log_option
 def router(log_level: str, **settings: Any) -> None:

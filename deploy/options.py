@@ -51,6 +51,9 @@ router_option = click.option(
 )
 log_option = setting("--log-level", type=click.Choice(LEVELS), default="info", help="What is said on stderr.")
 port_option = setting("--port", type=int, default=8500, help="Port of the router; 0 takes any that is free.")
+metrics_option = setting(
+    "--metrics-port", type=int, default=0, help="Port of the Prometheus metrics; 0 takes any that is free."
+)
 host_option = setting("--host", default="127.0.0.1", help="Address to listen at.")
 
 worker_options = group_of(

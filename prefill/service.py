@@ -61,7 +61,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             yield prefill_pb2.PrefillResponse(first_token=self._first_token(call, token))
             yield prefill_pb2.PrefillResponse(handed_over=await self._hand_over(call, token))
         finally:
-            del self._calls[request.attempt_id]
             await self._end(call)
 
     async def close(self) -> None:
@@ -137,9 +136,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def _end(self, call: _Call) -> None:
         """Lets everything the call holds go; blocks being written stay held by the Outgoing until that ends."""
+        self.scheduler.remove(call.prefilling)  # first: from here on nobody asks for its ticket
+        self._calls.pop(call.request.attempt_id, None)
         call.reserving.cancel()
         await asyncio.wait([call.reserving])
-        self.scheduler.remove(call.prefilling)
         if call.outgoing is not None:
             outgoing, call.outgoing = call.outgoing, None
             await outgoing.abort("the request ended before it was handed over")

@@ -231,9 +231,15 @@ class Status:
     model_name: str
     num_requests_in_flight: int
     uptime_s: float
+    metrics_address: str  # of the router
     workers: tuple[WorkerStatus, ...]
 
     @staticmethod
     def from_message(message: workers_pb2.Status) -> Status:
-        workers = tuple(WorkerStatus.from_message(each) for each in message.workers)
-        return Status(message.model_name, message.num_requests_in_flight, message.uptime_s, workers)
+        return Status(
+            model_name=message.model_name,
+            num_requests_in_flight=message.num_requests_in_flight,
+            uptime_s=message.uptime_s,
+            metrics_address=message.metrics_address,
+            workers=tuple(WorkerStatus.from_message(each) for each in message.workers),
+        )

@@ -268,9 +268,12 @@ class Status(_message.Message):
     NUM_REQUESTS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     num_requests_in_flight: _builtins.int
     model_name: _builtins.str
     uptime_s: _builtins.float
+    metrics_address: _builtins.str
+    """of the router"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     def __init__(
@@ -280,10 +283,11 @@ class Status(_message.Message):
         num_requests_in_flight: _builtins.int = ...,
         model_name: _builtins.str = ...,
         uptime_s: _builtins.float = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_name", b"model_name", "num_requests_in_flight", b"num_requests_in_flight", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics_address", b"metrics_address", "model_name", b"model_name", "num_requests_in_flight", b"num_requests_in_flight", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,10 +63,13 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
 
 
 class PoolsService(workers_pb2_grpc.PoolsServicer):
+    """`metrics_address` is the router's own, once it is known."""
+
     def __init__(self, table: WorkerTable, model_name: str, num_in_flight: Callable[[], int]) -> None:
         self._table = table
         self._model_name = model_name
         self._num_in_flight = num_in_flight
+        self.metrics_address = ""
         self._started_at = time.monotonic()
 
     async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
@@ -75,6 +78,7 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
             num_requests_in_flight=self._num_in_flight(),
             model_name=self._model_name,
             uptime_s=time.monotonic() - self._started_at,
+            metrics_address=self.metrics_address,
         )
 
     async def SetRole(self, request: workers_pb2.SetRoleRequest, context: Context) -> workers_pb2.SetRoleResponse:

@@ -83,14 +83,18 @@ class Router:
         self._server = GrpcServer(config.host, config.port)
         self._server.add_handlers(SERVICE, self.inference.handlers())
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
-        pools = PoolsService(self.table, card.name, lambda: self.inference.num_in_flight)
-        self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, pools)
+        self._pools = PoolsService(self.table, card.name, lambda: self.inference.num_in_flight)
+        self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
         self._stack = AsyncExitStack()
-        self.metrics_address = ""
 
     @property
     def address(self) -> str:
         return self._server.address
+
+    @property
+    def metrics_address(self) -> str:
+        """Empty if metrics are not served."""
+        return self._pools.metrics_address
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -120,7 +124,7 @@ class Router:
         if self._config.metrics_port is not None:
             server = serve_metrics(self._config.host, self._config.metrics_port)
             stack.callback(server.close)
-            self.metrics_address = server.address
+            self._pools.metrics_address = server.address
 
     async def _look_after(self) -> None:
         """Inference is SERVING while a request could be placed; requests on workers that fell silent go elsewhere."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is imported: it prints a line for every peer's end
+
 _SETTLE_S = 5.0
 
 

@@ -137,7 +137,7 @@ DECODE = WorkerStatus(
 
 def test_workers_table_is_sorted_and_fits_a_terminal() -> None:
     prefill = replace(DECODE, worker_id="prefill-0", role="prefill", num_quarantined_blocks=1)
-    status = Status("demo-moe", num_requests_in_flight=3, uptime_s=12.4, workers=(prefill, DECODE))
+    status = Status("demo-moe", num_requests_in_flight=3, uptime_s=12.4, metrics_address="", workers=(prefill, DECODE))
     console = text_console(width=110)
     console.print(workers_table(status))
     heading, first, second = (line.split() for line in written(console).splitlines())

@@ -61,8 +61,8 @@ def upcycled(dense: Path, target: Path, noise: float) -> torch.nn.Module:
     upcycle(dense, target, recipe(noise), lambda: layers.append(None))
     assert len(layers) == NUM_LAYERS
     loaded: Any = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
-    moe, info = loaded
-    assert not any(info.values()), info  # nothing missing, unexpected or of another shape
+    assert not any(loaded[1].values()), loaded[1]  # nothing missing, unexpected or of another shape
+    moe: torch.nn.Module = loaded[0]
     assert isinstance(moe, MixtralForCausalLM)
     return moe
 
