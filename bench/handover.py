@@ -25,17 +25,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtransfer.agent import Region, WriteState
+from kvtransfer.geometry import CacheSpan
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
-from kvtransfer.ticket import HandoverTarget
+from kvtransfer.ticket import HandoverTarget, SenderIdentity
 from model.block_pool import BlockPool, hash_blocks
 from model.demo_models import DENSE, build, default_cache
 from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
-from protos.channel import open_channel
 
 PROMPTS = (256, 1024, 4096)
 CHUNK_TOKENS = 512
@@ -68,7 +68,10 @@ class PrefillSide:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._num_attempts = 0
         self._sender = Sender(
-            agent, self._pool, runner.layout, runner.cache_address, runner.num_blocks, "bench", "bench", open_channel
+            agent,
+            self._pool,
+            CacheSpan(runner.layout, runner.cache_address, runner.num_blocks),
+            SenderIdentity("bench", "bench"),
         )
 
     async def hand_over(self, token_ids: list[int], *, layer_by_layer: bool) -> Handover:

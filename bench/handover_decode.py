@@ -17,6 +17,7 @@ from decode.service import DecodeService
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.ticket import PeerDescription
 from model.block_pool import BlockPool
+from model.config import ModelConfig
 from model.kv_cache import PagedKVCache
 from model.kv_layout import KVLayout
 from model.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ async def serve(folder: Path, layout: KVLayout, num_blocks: int) -> None:
         pool=BlockPool(num_blocks),
         description=description,
         tokenizer=Tokenizer.load(folder),
+        vocab_size=ModelConfig.from_folder(folder).vocab_size,
         max_running=1,
         lease_s=LEASE_S,
         wake=lambda: None,

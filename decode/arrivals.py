@@ -31,6 +31,9 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._arrivals)
 
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._arrivals
+
     def committed(self, attempt_id: str, received: ReceivedSequence) -> None:
         self._arrival(attempt_id).result.set_result(received)
 

@@ -8,12 +8,10 @@ from protos.inference_pb2 import DecodeStats
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
-REQUESTS = Counter("pdserve_decode_requests_total", "Streams opened.")
-OUTPUT_TOKENS = Counter(
-    "pdserve_decode_output_tokens_total", "Tokens streamed, the prefill worker's first not among them."
-)
-TOKENS = Counter("pdserve_decode_tokens_total", "Tokens by where their KV came from.", ["source"])
-PREEMPTIONS = Counter("pdserve_decode_preemptions_total", "Times a sequence dropped its KV for want of blocks.")
+REQUESTS = Counter("pdserve_decode_requests", "Streams opened.")
+OUTPUT_TOKENS = Counter("pdserve_decode_output_tokens", "Tokens streamed, the prefill worker's first not among them.")
+TOKENS = Counter("pdserve_decode_tokens", "Tokens by where their KV came from.", ["source"])
+PREEMPTIONS = Counter("pdserve_decode_preemptions", "Times a sequence dropped its KV for want of blocks.")
 STAGE_SECONDS = Histogram("pdserve_decode_stage_seconds", "Seconds per stage.", ["stage"], buckets=_SECONDS)
 
 

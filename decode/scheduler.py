@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from decode.outbox import Outbox
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
-from model.runner import Chunk, SampledToken, StepOutput
+from model.runner import SampledToken, StepOutput
 from model.sequence import Sequence
 
 
@@ -97,7 +97,7 @@ class DecodeScheduler:
                 budget -= self._in_step[decoding]
         for decoding in self._in_step:
             decoding.started_at = decoding.started_at or time.monotonic()
-        return [ScheduledChunk(_chunk(d.sequence, count)) for d, count in self._in_step.items()]
+        return [ScheduledChunk(d.sequence.next_chunk(count)) for d, count in self._in_step.items()]
 
     def complete(self, sampled: Items[SampledToken | None], output: StepOutput) -> None:
         ran, self._in_step = self._in_step, {}
@@ -119,15 +119,16 @@ class DecodeScheduler:
     def _admit(self) -> None:
         """Moves waiting sequences into the batch, in order; one without KV first takes blocks for all its tokens.
 
-        Where blocks are wanting nobody without KV is overtaken by another, or a long prompt might wait for ever. Those
-        whose KV was handed over do go on: they ask for nothing, and in the end give blocks back.
+        Once one has not found its blocks, no later one may take any: a long prompt that short ones overtake might wait
+        for ever. Sequences whose KV was handed over are admitted all the same: they hold their blocks already, and
+        give them back when they end.
         """
-        blocks_are_wanting = False
+        blocks_ran_short = False
         for decoding in list(self._waiting):
             if len(self._running) == self._max_running:
                 return
             if not decoding.holds_blocks:
-                blocks_are_wanting = blocks_are_wanting or not self._take_blocks(decoding)
+                blocks_ran_short = blocks_ran_short or not self._take_blocks(decoding)
             if decoding.holds_blocks:
                 self._waiting.remove(decoding)
                 self._running.append(decoding)
@@ -201,17 +202,3 @@ class DecodeScheduler:
             self._waiting.remove(decoding)
         if decoding not in self._in_step:
             decoding.sequence.drop_blocks(self._pool)
-
-
-def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
-    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-    if end < sequence.num_tokens:
-        return Chunk(sequence.token_ids[start:end], start, sequence.block_ids)
-    return Chunk(
-        sequence.token_ids[start:end],
-        start,
-        sequence.block_ids,
-        sequence.sampling,
-        sequence.token_ids,
-        sequence.num_prompt_tokens,
-    )

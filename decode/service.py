@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
-
-import grpc.aio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 
 from decode import metrics
 from decode.arrivals import Arrivals
 from decode.outbox import Outbox
 from decode.scheduler import DecodeScheduler, DecodeSequence
 from kvtransfer import messages
-from kvtransfer.codec import sampling_from_message, tokens_message
 from kvtransfer.errors import LayoutMismatch
 from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, tokens_message
 from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
-from model.runner import SampledToken
 from model.sequence import Sequence
 from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
+from protos.calls import Context
 from protos.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -34,6 +31,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         pool: BlockPool,
         description: PeerDescription,
         tokenizer: Tokenizer,
+        vocab_size: int,
         max_running: int,
         lease_s: float,
         wake: Callable[[], None],
@@ -42,8 +40,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._layout = description.layout
         self._description = description
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._wake = wake
-        self.num_calls = 0
         self.scheduler = DecodeScheduler(pool, max_running=max_running)
         self._arrivals = Arrivals(unclaimed_s=lease_s, drop=lambda received: pool.release(received.block_ids))
         self.receiver = Receiver(
@@ -60,28 +58,26 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         sequence = self._sequence(request)
         metrics.REQUESTS.inc()
-        self.num_calls += 1
-        try:
-            decoding = DecodeSequence(sequence, Outbox())
-            if not request.prefill_here:
-                await self._take_over(request.attempt_id, decoding)
-            async for message in self._stream(decoding):
+        decoding = DecodeSequence(sequence, Outbox())
+        if not request.prefill_here:
+            await self._take_over(request.attempt_id, decoding)
+        async with aclosing(self._stream(decoding)) as answer:
+            async for message in answer:
                 yield message
-        finally:
-            self.num_calls -= 1
 
     async def Describe(self, request: decode_pb2.DescribeRequest, context: Context) -> decode_pb2.PeerDescription:
-        difference = self._layout.difference(messages.layout_from_proto(request.layout))
+        difference = self._layout.difference(messages.layout_from_message(request.layout))
         if difference is not None:
             raise LayoutMismatch(f"the two KV layouts differ: {difference}", field="layout")
-        return messages.description_to_proto(self._description)
+        return messages.description_to_message(self._description)
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.Ticket:
-        reservation = messages.reservation_from_proto(request)
-        return messages.ticket_to_proto(self.receiver.reserve(reservation))
+        reservation = messages.reservation_from_message(request)
+        return messages.ticket_to_message(self.receiver.reserve(reservation))
 
     async def Commit(self, request: decode_pb2.HandoverRecord, context: Context) -> decode_pb2.CommitResponse:
-        record = messages.record_from_proto(request)
+        record = messages.record_from_message(request)
+        check_token_ids("first_token_id", [record.first_token_id], self._vocab_size)
         self._arrivals.committed(record.attempt_id, self.receiver.commit(record))
         return decode_pb2.CommitResponse()
 
@@ -108,10 +104,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._arrivals.close()
 
     def _sequence(self, request: decode_pb2.DecodeRequest) -> Sequence:
-        if not request.token_ids:
-            raise InvalidArgument("token_ids is empty; there is nothing to continue", field="token_ids")
-        sampling = sampling_from_message(request.sampling)
-        num_tokens = request.num_prompt_tokens + sampling.max_tokens
+        sequence = sequence_from_message(request, vocab_size=self._vocab_size, block_size=self._layout.block_size)
+        num_tokens = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         num_blocks = self._layout.num_blocks(num_tokens)
         if num_blocks > self._pool.num_blocks:
             raise InvalidArgument(
@@ -119,20 +113,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 f"this worker's cache holds {self._pool.num_blocks}",
                 field="sampling.max_tokens",
             )
-        return Sequence(
-            request.attempt_id,
-            list(request.token_ids),
-            request.num_prompt_tokens,
-            sampling,
-            self._layout.block_size,
-        )
+        return sequence
 
     async def _take_over(self, attempt_id: str, decoding: DecodeSequence) -> None:
         """Waits for the hand-over and gives the sequence the KV that arrived."""
         sequence = decoding.sequence
+        if attempt_id not in self._arrivals:
+            self.receiver.check_not_ended(attempt_id)  # or the stream would wait for ever
         try:
             received = await self._arrivals.claim(attempt_id)
-        except BaseException:
+        except asyncio.CancelledError:
             self.receiver.abort(attempt_id, "the router's stream ended")
             raise
         if received.num_tokens != sequence.num_tokens:
@@ -148,16 +138,18 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         decoding.num_cached_tokens = received.num_cached_tokens
         decoding.added_at = time.monotonic()
 
-    async def _stream(self, decoding: DecodeSequence) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def _stream(self, decoding: DecodeSequence) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         sequence = decoding.sequence
-        detokenizer = Detokenizer(self._tokenizer, sequence.token_ids)
         output_index = sequence.num_output_tokens
-        self.scheduler.add(decoding)
-        self._wake()
         try:
+            detokenizer = Detokenizer(self._tokenizer, sequence.token_ids, sequence.sampling.stop_token_ids)
+            self.scheduler.add(decoding)
+            self._wake()
             async for tokens, is_last in decoding.outbox.batches():
                 finish_reason = sequence.finish_reason if is_last else None
-                text = self._text(detokenizer, sequence, tokens, is_last)
+                text = "".join(detokenizer.push(token.token_id) for token in tokens)
+                if is_last:
+                    text += detokenizer.flush()
                 message = tokens_message(output_index, tokens, text, finish_reason)
                 if is_last:
                     message.decode_stats.CopyFrom(_stats(decoding))
@@ -171,16 +163,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             raise Internal("the step that computed this sequence failed") from error
         finally:
             self.scheduler.remove(decoding)
-
-    @staticmethod
-    def _text(detokenizer: Detokenizer, sequence: Sequence, tokens: list[SampledToken], is_last: bool) -> str:
-        """Text of whole characters; the token that stopped the sequence has none."""
-        pieces = [
-            detokenizer.push(token.token_id)
-            for token in tokens
-            if token.token_id not in sequence.sampling.stop_token_ids
-        ]
-        return "".join(pieces) + (detokenizer.flush() if is_last else "")
 
 
 def _stats(decoding: DecodeSequence) -> inference_pb2.DecodeStats:

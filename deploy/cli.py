@@ -109,7 +109,8 @@ def worker(log_level: str, **settings: Any) -> None:
     """Run one worker in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
     configure_logging(settings["worker_id"] or "worker", log_level)
-    from deploy.worker import WorkerConfig, serve_worker
+    from deploy.worker import serve_worker
+    from deploy.worker_config import WorkerConfig
 
     asyncio.run(serve_worker(WorkerConfig(**settings)))
 

@@ -104,6 +104,16 @@ class LocalCluster:
             await self.close()
             raise
 
+    async def close(self) -> None:
+        """The router first: it lets what is in flight finish, which needs the workers."""
+        try:
+            if ROUTER in self._processes:
+                await self.stop(ROUTER)
+            await asyncio.gather(*(self.stop(name) for name in self._processes if name != ROUTER))
+        finally:
+            self.kill_all()
+            self._folder.cleanup()
+
     @property
     def log_folder(self) -> Path:
         return Path(self._folder.name)
@@ -119,11 +129,6 @@ class LocalCluster:
 
     def log_path(self, name: str) -> Path:
         return self._processes[name].command.log_path
-
-    async def start_worker(self, worker_id: str, role: str, arguments: Sequence[str] = ()) -> None:
-        """Adds a worker, with arguments beside those all workers have, and waits until it is ready."""
-        await self._spawn(self._worker_command(worker_id, role, arguments))
-        await self.wait_ready([worker_id])
 
     async def kill(self, name: str) -> None:
         """SIGKILL; returns when the process is gone."""
@@ -202,11 +207,11 @@ class LocalCluster:
             ROUTER, "router", "--model", config.model, "--host", host, "--port", port, *config.router_arguments
         )
 
-    def _worker_command(self, worker_id: str, role: str, arguments: Sequence[str] = ()) -> Command:
+    def _worker_command(self, worker_id: str, role: str) -> Command:
         own = ("--worker-id", worker_id, "--role", role, "--router", self.router_address, "--host", self.config.host)
         threads = ("--num-threads", str(self.config.threads_per_worker))
         shared = ("--model", self.config.model, *threads, *self.config.worker_arguments)
-        return self._command(worker_id, "worker", *own, *shared, *arguments)  # click takes the last of two
+        return self._command(worker_id, "worker", *own, *shared)
 
     def _command(self, name: str, *arguments: str) -> Command:
         """-P: a folder named `model` where the user happens to be must not be taken for ours."""
@@ -229,16 +234,6 @@ class LocalCluster:
             if not error.retryable:
                 raise
             return None
-
-    async def close(self) -> None:
-        """The router first: it lets what is in flight finish, which needs the workers."""
-        try:
-            if ROUTER in self._processes:
-                await self.stop(ROUTER)
-            await asyncio.gather(*(self.stop(name) for name in self._processes if name != ROUTER))
-        finally:
-            self.kill_all()
-            self._folder.cleanup()
 
 
 def _free_port(host: str, port: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,14 @@ def setting(flag: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(flag, show_default=True, **attributes)
 
 
+class WorkerOption(click.Option):
+    """How a worker works: `pdserve up` has it too, and passes it on to every worker it starts."""
+
+
+def worker_setting(flag: str, **attributes: Any) -> Callable[[F], F]:
+    return setting(flag, cls=WorkerOption, **attributes)
+
+
 model_option = setting(
     "--model",
     default="demo-moe",
@@ -57,25 +65,23 @@ metrics_option = setting(
 host_option = setting("--host", default="127.0.0.1", help="Address to listen at.")
 
 worker_options = group_of(
-    setting("--runner", type=click.Choice(RUNNERS), default="torch", help="timed computes nothing and takes its time."),
-    setting("--kv-cache-gb", type=float, help="Memory of the KV cache.  [default: a share of what is free]"),
-    setting("--num-blocks", type=int, help="Size of the KV cache in blocks, instead of --kv-cache-gb."),
-    setting("--block-size", type=int, default=16, help="Tokens in a block."),
-    setting(
+    worker_setting(
+        "--runner", type=click.Choice(RUNNERS), default="torch", help="timed computes nothing and takes its time."
+    ),
+    worker_setting("--kv-cache-gb", type=float, help="Memory of the KV cache.  [default: a share of what is free]"),
+    worker_setting("--num-blocks", type=int, help="Size of the KV cache in blocks, instead of --kv-cache-gb."),
+    worker_setting("--block-size", type=int, default=16, help="Tokens in a block."),
+    worker_setting(
         "--dtype", type=click.Choice(("auto", "float32", "bfloat16")), default="auto", help="auto: the model's own."
     ),
-    setting("--max-step-tokens", type=int, default=512, help="Tokens computed in one step, at most."),
-    setting("--max-running", type=int, default=64, help="Sequences that decode at once, at most."),
-    setting("--lease-s", type=float, default=5.0, help="How long a hand-over may go without a sign of life."),
-    setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
+    worker_setting("--max-step-tokens", type=int, default=512, help="Tokens computed in one step, at most."),
+    worker_setting("--max-running", type=int, default=64, help="Sequences that decode at once, at most."),
+    worker_setting("--lease-s", type=float, default=5.0, help="How long a hand-over may go without a sign of life."),
+    worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )
 drain_option = setting("--drain-s", type=float, default=30.0, help="How long what runs may go on after SIGTERM.")
 threads_option = click.option(
-    "--num-threads",
-    "--threads",
-    "num_threads",
-    type=int,
-    help="Compute threads.  [default: this machine's cores, shared out]",
+    "--num-threads", type=int, help="Compute threads.  [default: this machine's cores, shared out]"
 )
 
 sampling_options = group_of(
@@ -98,26 +104,11 @@ deadline_option = click.option("--deadline-s", type=float, help="Give up after t
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the answer only.")
 
 
-WORKER_SETTINGS = frozenset(
-    (
-        "runner",
-        "kv_cache_gb",
-        "num_blocks",
-        "block_size",
-        "dtype",
-        "max_step_tokens",
-        "max_running",
-        "lease_s",
-        "timing",
-    )
-)
-
-
-def as_arguments(context: click.Context, names: Collection[str]) -> list[str]:
+def as_arguments(context: click.Context, is_wanted: Callable[[click.Parameter], bool]) -> list[str]:
     """The options of a command as they were given or by default, for a child process that has the same ones."""
     arguments: list[str] = []
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
-        if parameter.name in names and value is not None:
+        if is_wanted(parameter) and value is not None:
             arguments += [parameter.opts[0], str(value)]
     return arguments

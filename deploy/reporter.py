@@ -55,7 +55,7 @@ class Reporter:
         """A role that was set is kept: it is what this worker registers with at a router that has restarted."""
         async for command in stub.Register(self._reports()):
             self._is_away = False
-            if command.WhichOneof("command") == "set_role":
+            if command.HasField("set_role"):
                 self._hello.role = command.set_role
 
     async def _reports(self) -> AsyncIterator[workers_pb2.WorkerReport]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from deploy.worker_config import WorkerConfig
 from model.checkpoint import model_digest
 from model.config import ModelConfig
 from model.kv_layout import KVLayout
 from model.runner import Chunk, ModelRunner
 from model.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from deploy.worker import WorkerConfig
 
 _GIB = 1 << 30
 _DEFAULT_SHARE = 1 / 8  # of the memory that is free; other workers start on the same machine at the same time

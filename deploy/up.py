@@ -19,7 +19,8 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
     """From the options of `pdserve up`: one prefill and one decode worker, unless something else was asked for."""
     default = 0 if settings["num_colocated"] else 1
     counts = {name: settings[name] for name in ("num_prefill", "num_decode") if settings[name] is not None}
-    drain = options.as_arguments(context, ["drain_s"])
+    drain = options.as_arguments(context, lambda option: option.name == "drain_s")
+    of_worker = options.as_arguments(context, lambda option: isinstance(option, options.WorkerOption))
     return ClusterConfig(
         **{"num_prefill": default, "num_decode": default, **counts},
         num_colocated=settings["num_colocated"],
@@ -28,7 +29,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         port=settings["port"],
         num_threads=settings["num_threads"],
         router_arguments=drain,
-        worker_arguments=[*options.as_arguments(context, options.WORKER_SETTINGS), *drain],
+        worker_arguments=[*of_worker, *drain],
         stop_grace_s=settings["drain_s"] + 10,
     )
 

@@ -6,11 +6,9 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from decode.service import DecodeService
@@ -18,12 +16,15 @@ from deploy import worker_metrics
 from deploy.reporter import Reporter
 from deploy.runners import load_runner, warm_up
 from deploy.step_meter import StepMeter
-from kvtransfer.messages import layout_to_proto
+from deploy.worker_config import WorkerConfig
+from kvtransfer.geometry import CacheSpan
+from kvtransfer.messages import layout_to_message
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.sender import Sender
-from kvtransfer.ticket import PeerDescription
+from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
 from model.checkpoint import tokenizer_digest
+from model.config import ModelConfig
 from model.demo_models import default_cache
 from model.engine import Engine
 from model.model_source import resolve_model
@@ -31,52 +32,13 @@ from model.runner import Chunk, ModelRunner, StepOutput
 from model.tokenizer import Tokenizer
 from prefill.service import PrefillService
 from protos import decode_pb2_grpc, prefill_pb2_grpc, workers_pb2
-from protos.channel import open_channel
 from protos.errors import ServiceError
-from protos.serve import GrpcServer, serve_metrics
+from protos.serve import GrpcServer, drain_on_signal, serve_metrics
+from protos.values import ROLES
 
 logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 256
-_ROLES = {
-    "prefill": workers_pb2.ROLE_PREFILL,
-    "decode": workers_pb2.ROLE_DECODE,
-    "both": workers_pb2.ROLE_BOTH,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """The flags of `pdserve worker`. Without `num_blocks` or `kv_cache_gb` the cache takes a share of free memory."""
-
-    model: str
-    router_address: str
-    role: str = "both"
-    host: str = "127.0.0.1"
-    port: int = 0
-    worker_id: str = ""
-    metrics_port: int | None = None
-    num_threads: int | None = None
-    runner: str = "torch"
-    kv_cache_gb: float | None = None
-    num_blocks: int | None = None
-    block_size: int = 16
-    dtype: str = "auto"
-    max_step_tokens: int = 512
-    max_running: int = 64
-    lease_s: float = 5.0
-    drain_s: float = 30.0
-    timing: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_threads", "num_blocks", "block_size", "max_step_tokens", "max_running"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-        if self.lease_s <= 0 or self.drain_s < 0:
-            raise ValueError("--lease-s must be above 0, --drain-s at least 0")
-        if self.role not in _ROLES:
-            raise ValueError(f"--role is {self.role!r}; it must be one of {', '.join(_ROLES)}")
 
 
 async def serve_worker(config: WorkerConfig) -> None:
@@ -114,21 +76,23 @@ class Worker:
         self._sender = Sender(
             self._agent,
             self._pool,
-            runner.layout,
-            runner.cache_address,
-            runner.num_blocks,
-            self._worker_id,
-            self._epoch,
-            open_channel,
+            CacheSpan(runner.layout, runner.cache_address, runner.num_blocks),
+            SenderIdentity(self._worker_id, self._epoch),
         )
-        tokenizer = Tokenizer.load(folder)
+        tokenizer, vocab_size = Tokenizer.load(folder), ModelConfig.from_folder(folder).vocab_size
         self._prefill = PrefillService(
-            pool=self._pool, layout=runner.layout, sender=self._sender, tokenizer=tokenizer, wake=self._wake
+            pool=self._pool,
+            layout=runner.layout,
+            sender=self._sender,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            wake=self._wake,
         )
         self._decode = DecodeService(
             pool=self._pool,
             description=self._description(),
             tokenizer=tokenizer,
+            vocab_size=vocab_size,
             max_running=config.max_running,
             lease_s=config.lease_s,
             wake=self._wake,
@@ -159,29 +123,14 @@ class Worker:
                     tasks.create_task(reporter.run()),
                 ]
                 logger.info("worker %s serves at %s", self._worker_id, self._server.address)
-                await self._drained_after_signal()
+                await drain_on_signal(self._drain)
                 for task in running:
                     task.cancel()
 
-    async def _drained_after_signal(self) -> None:
-        told_to_stop, told_again = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def receive() -> None:
-            (told_again if told_to_stop.is_set() else told_to_stop).set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, receive)
-        await told_to_stop.wait()
+    async def _drain(self) -> None:
         self._is_draining = True
         logger.info("draining: %d requests are in flight", self._server.num_requests)
-        stopping = asyncio.create_task(self._server.stop(self._config.drain_s))
-        again = asyncio.create_task(told_again.wait())
-        await asyncio.wait([stopping, again], return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
-        if not stopping.done():
-            stopping.cancel()
-        await asyncio.wait([stopping, again])
+        await self._server.stop(self._config.drain_s)
 
     async def _close(self) -> None:
         await self._server.stop()
@@ -198,9 +147,9 @@ class Worker:
         worker_metrics.observe_step(chunks, output)
 
     def _watch(self, stack: AsyncExitStack) -> str:
-        """Exports metrics, and serves them if asked to; returns where."""
+        """Exports metrics and serves them; returns where."""
         prefill, decode = self._prefill.scheduler, self._decode.scheduler
-        worker_metrics.watch_blocks(self._pool, lambda: self._decode.receiver.num_quarantined_blocks)
+        worker_metrics.watch_blocks(self._pool, self._decode.receiver)
         worker_metrics.watch_queue(
             lambda: self._load().queued_prefill_tokens,
             {
@@ -210,8 +159,6 @@ class Worker:
                 ("decode", "running"): lambda: decode.num_running,
             },
         )
-        if self._config.metrics_port is None:
-            return ""
         server = serve_metrics(self._config.host, self._config.metrics_port)
         stack.callback(server.close)
         return server.address
@@ -232,11 +179,11 @@ class Worker:
             worker_id=self._worker_id,
             epoch=self._epoch,
             address=self._server.address,
-            role=_ROLES[self._config.role],
+            role=ROLES[self._config.role],
             flippable=True,
             model_name=self._config.model,
             tokenizer_digest=self._tokenizer_digest,
-            layout=layout_to_proto(self._runner.layout),
+            layout=layout_to_message(self._runner.layout),
             num_blocks=self._runner.num_blocks,
             runner=self._config.runner,
             kernels=self._runner.kernels,

@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from kvtransfer.receiver import Receiver
 from model.block_pool import BlockPool
 from model.runner import Chunk, StepOutput
 
@@ -19,7 +20,7 @@ STEP_SECONDS = Histogram("pdserve_worker_step_seconds", "Seconds of one forward.
 STEP_SEQUENCES = Histogram(
     "pdserve_worker_step_sequences", "Sequences in one step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
 )
-STEP_TOKENS = Counter("pdserve_worker_step_tokens_total", "Tokens run through the model.")
+STEP_TOKENS = Counter("pdserve_worker_step_tokens", "Tokens run through the model.")
 BLOCKS = Gauge("pdserve_worker_blocks", "Blocks of the KV cache by state.", ["state"])
 SEQUENCES = Gauge("pdserve_worker_sequences", "Sequences by where they are.", ["pool", "state"])
 QUEUED_TOKENS = Gauge("pdserve_worker_queued_prefill_tokens", "Tokens whose KV has still to be computed here.")
@@ -56,12 +57,15 @@ def observe_step(chunks: Sequence[Chunk], output: StepOutput) -> None:
         EXPERT_LOAD.add(output.expert_load)
 
 
-def watch_blocks(pool: BlockPool, num_quarantined: Callable[[], int]) -> None:
-    """Read when scraped."""
+def watch_blocks(pool: BlockPool, receiver: Receiver) -> None:
+    """Read when scraped. Reserved: under a ticket; quarantined: under one that has ended; used: by sequences here."""
     BLOCKS.labels("blank").set_function(lambda: pool.num_free - pool.num_cached)
     BLOCKS.labels("cached").set_function(lambda: pool.num_cached)
-    BLOCKS.labels("used").set_function(lambda: pool.num_used - num_quarantined())
-    BLOCKS.labels("quarantined").set_function(num_quarantined)
+    BLOCKS.labels("reserved").set_function(lambda: receiver.num_reserved_blocks)
+    BLOCKS.labels("quarantined").set_function(lambda: receiver.num_quarantined_blocks)
+    BLOCKS.labels("used").set_function(
+        lambda: pool.num_used - receiver.num_reserved_blocks - receiver.num_quarantined_blocks
+    )
 
 
 def watch_queue(num_queued_tokens: Callable[[], int], num_sequences: dict[tuple[str, str], Callable[[], int]]) -> None:

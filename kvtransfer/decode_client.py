@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 
 import grpc.aio
 
@@ -23,20 +24,18 @@ class DecodeClient:
         self._stub = decode_pb2_grpc.DecodeStub(channel)
 
     async def describe(self, layout: KVLayout, timeout_s: float) -> PeerDescription:
-        request = decode_pb2.DescribeRequest(
-            layout_fingerprint=layout.fingerprint, layout=messages.layout_to_proto(layout)
-        )
+        request = decode_pb2.DescribeRequest(layout=messages.layout_to_message(layout))
         with service_errors():
-            return messages.description_from_proto(await self._stub.Describe(request, timeout=timeout_s))
+            return messages.description_from_message(await self._stub.Describe(request, timeout=timeout_s))
 
     async def reserve(self, reservation: Reservation, timeout_s: float) -> Ticket:
-        request = messages.reservation_to_proto(reservation)
-        with service_errors():
-            return messages.ticket_from_proto(await self._stub.Reserve(request, timeout=timeout_s))
+        request = messages.reservation_to_message(reservation)
+        with service_errors(), _closed_is_an_error():
+            return messages.ticket_from_message(await self._stub.Reserve(request, timeout=timeout_s))
 
     async def commit(self, record: HandoverRecord, timeout_s: float) -> None:
-        with service_errors():
-            await self._stub.Commit(messages.record_to_proto(record), timeout=timeout_s)
+        with service_errors(), _closed_is_an_error():
+            await self._stub.Commit(messages.record_to_message(record), timeout=timeout_s)
 
     async def release(self, ticket_id: str, sender: SenderIdentity, reason: str, timeout_s: float) -> None:
         request = decode_pb2.ReleaseRequest(ticket_id=ticket_id, sender_epoch=sender.epoch, reason=reason)
@@ -50,7 +49,7 @@ class DecodeClient:
 
         Raises TransferFailed if the worker ends the stream or does not answer for `silence_s`.
         """
-        call = self._stub.Attach(messages.heartbeat_to_proto(sender, ticket_ids) async for ticket_ids in heartbeats)
+        call = self._stub.Attach(messages.heartbeat_to_message(sender, ticket_ids) async for ticket_ids in heartbeats)
         try:
             while True:
                 with service_errors():
@@ -65,3 +64,17 @@ class DecodeClient:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+@contextmanager
+def _closed_is_an_error() -> Iterator[None]:
+    """A channel that is closed cancels its calls. To the caller that looks as if its own task had been cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise TransferFailed("the connection to the decode worker was given up") from None
+    except grpc.aio.UsageError as error:
+        raise TransferFailed(f"the connection to the decode worker was given up: {error}") from None

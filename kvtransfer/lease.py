@@ -25,7 +25,6 @@ class Lease:
     ticket: Ticket
     reservation: Reservation
     block_ids: tuple[int, ...]
-    reserved_at: float
     expires_at: float
     listed_at: float  # when the sender last said that it writes here
     quarantined_at: float | None = None

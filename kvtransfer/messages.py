@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, fields
 
 from kvtransfer.ticket import HandoverRecord, PeerDescription, Reservation, SenderIdentity, Ticket
 from model.kv_layout import KVLayout
@@ -10,59 +11,43 @@ from protos import decode_pb2 as pb
 from protos.errors import InvalidArgument
 
 
-def layout_to_proto(layout: KVLayout) -> pb.KVLayout:
-    return pb.KVLayout(
-        model_digest=layout.model_digest,
-        dtype=layout.dtype,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_size=layout.block_size,
-        drafter=layout.drafter,
-    )
+def layout_to_message(layout: KVLayout) -> pb.KVLayout:
+    return pb.KVLayout(**asdict(layout))
 
 
-def layout_from_proto(message: pb.KVLayout) -> KVLayout:
+def layout_from_message(message: pb.KVLayout) -> KVLayout:
     """Raises InvalidArgument if no cache can have this layout."""
     try:
-        return KVLayout(
-            model_digest=message.model_digest,
-            dtype=message.dtype,
-            num_layers=message.num_layers,
-            num_kv_heads=message.num_kv_heads,
-            head_dim=message.head_dim,
-            block_size=message.block_size,
-            drafter=message.drafter,
-        )
+        return KVLayout(**{field.name: getattr(message, field.name) for field in fields(KVLayout)})
     except ValueError as error:
         raise InvalidArgument(f"layout: {error}", field="layout") from None
 
 
-def description_to_proto(description: PeerDescription) -> pb.PeerDescription:
+def description_to_message(description: PeerDescription) -> pb.PeerDescription:
     return pb.PeerDescription(
         epoch=description.epoch,
         agent_name=description.agent_name,
         agent_metadata=description.agent_metadata,
-        layout=layout_to_proto(description.layout),
+        layout=layout_to_message(description.layout),
         num_blocks=description.num_blocks,
         base_address=description.base_address,
         device_id=description.device_id,
     )
 
 
-def description_from_proto(message: pb.PeerDescription) -> PeerDescription:
+def description_from_message(message: pb.PeerDescription) -> PeerDescription:
     return PeerDescription(
         epoch=message.epoch,
         agent_name=message.agent_name,
         agent_metadata=message.agent_metadata,
-        layout=layout_from_proto(message.layout),
+        layout=layout_from_message(message.layout),
         num_blocks=message.num_blocks,
         base_address=message.base_address,
         device_id=message.device_id,
     )
 
 
-def reservation_to_proto(reservation: Reservation) -> pb.ReserveRequest:
+def reservation_to_message(reservation: Reservation) -> pb.ReserveRequest:
     return pb.ReserveRequest(
         attempt_id=reservation.attempt_id,
         request_id=reservation.request_id,
@@ -74,7 +59,7 @@ def reservation_to_proto(reservation: Reservation) -> pb.ReserveRequest:
     )
 
 
-def reservation_from_proto(message: pb.ReserveRequest) -> Reservation:
+def reservation_from_message(message: pb.ReserveRequest) -> Reservation:
     return Reservation(
         attempt_id=message.attempt_id,
         request_id=message.request_id,
@@ -85,7 +70,7 @@ def reservation_from_proto(message: pb.ReserveRequest) -> Reservation:
     )
 
 
-def ticket_to_proto(ticket: Ticket) -> pb.Ticket:
+def ticket_to_message(ticket: Ticket) -> pb.Ticket:
     return pb.Ticket(
         ticket_id=ticket.ticket_id,
         epoch=ticket.epoch,
@@ -96,7 +81,7 @@ def ticket_to_proto(ticket: Ticket) -> pb.Ticket:
     )
 
 
-def ticket_from_proto(message: pb.Ticket) -> Ticket:
+def ticket_from_message(message: pb.Ticket) -> Ticket:
     return Ticket(
         ticket_id=message.ticket_id,
         epoch=message.epoch,
@@ -107,7 +92,7 @@ def ticket_from_proto(message: pb.Ticket) -> Ticket:
     )
 
 
-def record_to_proto(record: HandoverRecord) -> pb.HandoverRecord:
+def record_to_message(record: HandoverRecord) -> pb.HandoverRecord:
     return pb.HandoverRecord(
         ticket_id=record.ticket_id,
         attempt_id=record.attempt_id,
@@ -122,7 +107,7 @@ def record_to_proto(record: HandoverRecord) -> pb.HandoverRecord:
     )
 
 
-def record_from_proto(message: pb.HandoverRecord) -> HandoverRecord:
+def record_from_message(message: pb.HandoverRecord) -> HandoverRecord:
     return HandoverRecord(
         ticket_id=message.ticket_id,
         attempt_id=message.attempt_id,
@@ -137,7 +122,7 @@ def record_from_proto(message: pb.HandoverRecord) -> HandoverRecord:
     )
 
 
-def heartbeat_to_proto(sender: SenderIdentity, ticket_ids: Iterable[str]) -> pb.Heartbeat:
+def heartbeat_to_message(sender: SenderIdentity, ticket_ids: Iterable[str]) -> pb.Heartbeat:
     return pb.Heartbeat(sender_epoch=sender.epoch, sender_worker_id=sender.worker_id, ticket_ids=ticket_ids)
 
 

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus about its hand-overs."""
+"""What Prometheus sees of hand-overs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from prometheus_client import Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
-SENT_BYTES = Counter("pdserve_kvtransfer_sent_bytes", "KV bytes written into other workers")
+SENT_BYTES = Counter("pdserve_kvtransfer_sent_bytes", "KV bytes written into other workers.")
 RECEIVED_BYTES = Counter(
-    "pdserve_kvtransfer_received_bytes", "KV bytes of committed hand-overs written into this worker"
+    "pdserve_kvtransfer_received_bytes", "KV bytes of committed hand-overs written into this worker."
 )
-WRITE_SECONDS = Counter("pdserve_kvtransfer_write_seconds", "Time the transfer thread spent posting writes")
-WRITES = Counter("pdserve_kvtransfer_writes", "Writes posted to the transport")
-DESCRIPTORS = Counter("pdserve_kvtransfer_descriptors", "Regions in the writes posted")
-FAILED_WRITES = Counter("pdserve_kvtransfer_failed_writes", "Writes that failed or stalled")
+WRITE_SECONDS = Counter("pdserve_kvtransfer_write_seconds", "Time the transfer thread spent posting writes.")
+WRITES = Counter("pdserve_kvtransfer_writes", "Writes posted to the transport.")
+DESCRIPTORS = Counter("pdserve_kvtransfer_descriptors", "Regions in the writes posted.")
+FAILED_WRITES = Counter("pdserve_kvtransfer_failed_writes", "Writes that failed or stalled.")
 EXPOSED_SECONDS = Histogram(
-    "pdserve_kvtransfer_exposed_seconds", "From the end of prefill to the record accepted", buckets=_SECONDS
+    "pdserve_kvtransfer_exposed_seconds", "From the end of prefill to the record accepted.", buckets=_SECONDS
 )
 TICKETS = Counter(
     "pdserve_kvtransfer_tickets",
-    "Tickets granted or refused here, and how the granted ones ended",
+    "Tickets granted or refused here, and how the granted ones ended.",
     ["outcome"],
 )
-LEASES_EXPIRED = Counter("pdserve_kvtransfer_leases_expired", "Leases that were not renewed in time")
-RESERVED_BLOCKS = Gauge("pdserve_kvtransfer_reserved_blocks", "Blocks that a live ticket lets a sender write")
-QUARANTINED_BLOCKS = Gauge("pdserve_kvtransfer_quarantined_blocks", "Blocks of ended tickets that may still be written")
-OLDEST_QUARANTINE = Gauge("pdserve_kvtransfer_oldest_quarantine_seconds", "Age of the oldest quarantine")
-IGNORED = Counter("pdserve_kvtransfer_ignored_messages", "Late, repeated or unknown messages", ["message"])
-PEERS = Gauge("pdserve_kvtransfer_peers", "Decode workers this worker is connected to")
+LEASES_EXPIRED = Counter("pdserve_kvtransfer_leases_expired", "Leases that were not renewed in time.")
+OLDEST_QUARANTINE = Gauge("pdserve_kvtransfer_oldest_quarantine_seconds", "Age of the oldest quarantine.")
+IGNORED = Counter("pdserve_kvtransfer_ignored_messages", "Late, repeated or unknown messages.", ["message"])
+PEERS = Gauge("pdserve_kvtransfer_peers", "Decode workers this worker is connected to.")

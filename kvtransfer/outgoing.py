@@ -60,10 +60,6 @@ class Outgoing:
         peer.add(ticket, self.fail)
 
     @property
-    def ticket(self) -> Ticket:
-        return self._ticket
-
-    @property
     def num_cached_tokens(self) -> int:
         """Tokens whose KV the decode worker holds already: they are not sent."""
         return self._ticket.num_cached_tokens
@@ -93,7 +89,7 @@ class Outgoing:
         self._queue(range(self._local.layout.num_layers), first_block, local_block_ids)
 
     async def commit(self, first_token_id: int, num_tokens: int) -> SendStats:
-        """Waits for the writes and hands the sequence over. `num_tokens` have their KV there, the first token has not.
+        """Waits for the writes and hands the sequence over: `num_tokens` tokens, the first token not among them.
 
         Raises a ServiceError if it was not, or may not have been, handed over; then all is let go as by `abort`.
         """
@@ -113,9 +109,8 @@ class Outgoing:
         self._peer.remove(self._ticket.ticket_id)
         self._error = None  # a heartbeat may have crossed the commit
         self._finish()
-        exposed_s = time.perf_counter() - started
-        metrics.EXPOSED_SECONDS.observe(exposed_s)
-        return SendStats(num_tokens - self.num_cached_tokens, self._stream.sent_bytes, exposed_s)
+        metrics.EXPOSED_SECONDS.observe(time.perf_counter() - started)
+        return SendStats(num_tokens - self.num_cached_tokens, self._stream.sent_bytes)
 
     async def abort(self, reason: str) -> None:
         """Stops posting, waits until what was posted has ended, and gives the ticket back. No-op once it has ended."""

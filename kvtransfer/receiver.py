@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from kvtransfer import metrics
 from kvtransfer.attempts import EndedAttempts, again
+from kvtransfer.checks import check_reservation
 from kvtransfer.errors import (
     AttemptEnded,
     DecodePoolFull,
     DuplicateAttempt,
-    InvalidReservation,
-    LayoutMismatch,
     LeaseExpired,
     SenderGone,
     SenderNotAttached,
@@ -79,12 +78,13 @@ class Receiver:
     @property
     def num_reserved_blocks(self) -> int:
         """Blocks that a live ticket lets a sender write."""
-        return sum(lease.num_received_blocks for lease in self._leases.values() if lease.is_live)
+        # A list, here and below: the thread that serves metrics asks too, and a dict must not change under it.
+        return sum(lease.num_received_blocks for lease in list(self._leases.values()) if lease.is_live)
 
     @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended tickets that a sender may still be writing."""
-        return sum(lease.num_received_blocks for lease in self._leases.values() if not lease.is_live)
+        return sum(lease.num_received_blocks for lease in list(self._leases.values()) if not lease.is_live)
 
     @property
     def oldest_quarantine_s(self) -> float:
@@ -93,10 +93,6 @@ class Receiver:
         return max(
             (now - at for lease in self._leases.values() if (at := lease.quarantined_at) is not None), default=0.0
         )
-
-    @property
-    def num_live_tickets(self) -> int:
-        return sum(lease.is_live for lease in self._leases.values())
 
     def sender_attached(self, sender_epoch: str) -> None:
         """One more Attach stream of this sender. Its end is told by `sender_gone`."""
@@ -115,8 +111,11 @@ class Receiver:
         received = self._allocate(reservation, cached)
         lease = self._grant(reservation, cached, received)
         metrics.TICKETS.labels("granted").inc()
-        self._report()
         return lease.ticket
+
+    def check_not_ended(self, attempt_id: str) -> None:
+        """Raises why nothing will come of this attempt any more: it was committed before, or it ended without."""
+        self._ended.check(attempt_id)
 
     def commit(self, record: HandoverRecord) -> ReceivedSequence:
         """Takes the sequence: publishes its full blocks and passes the lease's references to the caller.
@@ -216,7 +215,7 @@ class Receiver:
                 self._lapse(lease)
             elif lease.free_at is not None and now >= lease.free_at:
                 self._free(lease, "sender_gone")
-        self._report()
+        metrics.OLDEST_QUARANTINE.set(self.oldest_quarantine_s)
 
     async def run(self) -> None:
         """Judges leases until cancelled, whether or not anything else happens."""
@@ -225,32 +224,12 @@ class Receiver:
             self.expire()
 
     def _check(self, reservation: Reservation) -> None:
-        num_full = reservation.num_tokens // self._layout.block_size
-        if reservation.layout_fingerprint != self._layout.fingerprint:
-            raise LayoutMismatch(
-                f"the sender's KV layout is {reservation.layout_fingerprint}, this worker's {self._layout.fingerprint}",
-                field="layout_fingerprint",
-            )
-        if reservation.num_tokens < 1 or self._layout.num_blocks(reservation.num_tokens) > self._pool.num_blocks:
-            raise InvalidReservation(
-                f"num_tokens is {reservation.num_tokens}; this worker holds 1 to "
-                f"{self._pool.num_blocks * self._layout.block_size}",
-                field="num_tokens",
-            )
-        if len(reservation.block_hashes) != num_full:
-            raise InvalidReservation(
-                f"{len(reservation.block_hashes)} block hashes for {num_full} full blocks", field="block_hashes"
-            )
+        check_reservation(reservation, self._layout, self._pool.num_blocks)
         if reservation.sender.epoch not in self._streams:
             raise SenderNotAttached(f"prefill worker {reservation.sender.worker_id!r} has no Attach stream here")
-        self._check_attempt(reservation.attempt_id)
-
-    def _check_attempt(self, attempt_id: str) -> None:
-        if not attempt_id:
-            raise InvalidReservation("attempt_id is empty", field="attempt_id")
-        self._ended.check(attempt_id)
-        if attempt_id in self._by_attempt:
-            raise DuplicateAttempt(f"attempt {attempt_id!r} has a ticket already", field="attempt_id")
+        self._ended.check(reservation.attempt_id)
+        if reservation.attempt_id in self._by_attempt:
+            raise DuplicateAttempt(f"attempt {reservation.attempt_id!r} has a ticket already", field="attempt_id")
 
     def _allocate(self, reservation: Reservation, cached: list[int]) -> list[int]:
         num_wanted = self._layout.num_blocks(reservation.num_tokens) - len(cached)
@@ -278,7 +257,7 @@ class Receiver:
             generations=tuple(map(self._pool.generation, received)),
             lease_s=self._options.lease_s,
         )
-        lease = Lease(ticket, reservation, (*cached, *received), now, now + ticket.lease_s, now)
+        lease = Lease(ticket, reservation, (*cached, *received), now + ticket.lease_s, now)
         self._leases[ticket.ticket_id] = lease
         self._by_attempt[reservation.attempt_id] = lease
         return lease
@@ -295,8 +274,8 @@ class Receiver:
         lease.quarantine(self._clock(), error, free_at)
         self._ended.add(lease.reservation.attempt_id, error)
         metrics.TICKETS.labels(outcome).inc()
-        logger.info("ticket %s of attempt %s ended: %s", lease.ticket.ticket_id, lease.reservation.attempt_id, error)
-        self._report()
+        reservation = lease.reservation
+        logger.info("attempt %s of request %s: %s", reservation.attempt_id, reservation.request_id, error)
 
     def _free(self, lease: Lease, outcome: str) -> None:
         self._forget(lease, outcome if lease.is_live else None)
@@ -307,7 +286,6 @@ class Receiver:
         del self._by_attempt[lease.reservation.attempt_id]
         if outcome is not None:
             metrics.TICKETS.labels(outcome).inc()
-        self._report()
 
     def _of_sender(self, sender_epoch: str) -> Iterator[Lease]:
         yield from [lease for lease in self._leases.values() if lease.reservation.sender.epoch == sender_epoch]
@@ -318,8 +296,3 @@ class Receiver:
 
     def _ignore(self, kind: str) -> None:
         metrics.IGNORED.labels(kind).inc()
-
-    def _report(self) -> None:
-        metrics.RESERVED_BLOCKS.set(self.num_reserved_blocks)
-        metrics.QUARANTINED_BLOCKS.set(self.num_quarantined_blocks)
-        metrics.OLDEST_QUARANTINE.set(self.oldest_quarantine_s)

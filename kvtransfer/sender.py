@@ -6,49 +6,41 @@ Event loop only. It owns the transfer thread, one `Peer` for each decode worker,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-import grpc.aio
-
 from kvtransfer.agent import TransferAgent
+from kvtransfer.checks import fits
 from kvtransfer.decode_client import DecodeClient
 from kvtransfer.errors import TransferFailed
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.peer import Peer, PeerOptions, connect_peer
-from kvtransfer.ticket import HandoverTarget, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import HandoverTarget, Reservation, SenderIdentity
 from kvtransfer.transfer_thread import TransferOptions, TransferThread
 from model.block_pool import BlockPool
-from model.kv_layout import KVLayout
-
-__all__ = ["Outgoing", "Sender"]
+from protos.channel import open_channel
 
 _Result = TypeVar("_Result")
 
 
 class Sender:
-    """Made on a running event loop. `connect` opens a channel to an address; the sender closes it."""
+    """Made on a running event loop. `span` is our own cache, whose blocks `pool` has; `agent` has it registered."""
 
     def __init__(
         self,
         agent: TransferAgent,
         pool: BlockPool,
-        layout: KVLayout,
-        cache_address: int,
-        num_blocks: int,
-        worker_id: str,
-        epoch: str,
-        connect: Callable[[str], grpc.aio.Channel],
+        span: CacheSpan,
+        identity: SenderIdentity,
         *,
         peer_options: PeerOptions | None = None,
         transfer_options: TransferOptions | None = None,
     ) -> None:
         self._agent = agent
         self._pool = pool
-        self._span = CacheSpan(layout, cache_address, num_blocks)
-        self._identity = SenderIdentity(worker_id, epoch)
-        self._connect = connect
+        self._span = span
+        self._identity = identity
         self._peer_options = peer_options or PeerOptions()
         self._thread = TransferThread(agent, options=transfer_options)
         self._peers: dict[str, Peer] = {}  # by worker id
@@ -110,7 +102,9 @@ class Sender:
             attempt_id, request_id, self._identity, self._span.layout.fingerprint, num_tokens, block_hashes
         )
         ticket = await peer.reserve(reservation, timeout_s)
-        self._check_ticket(peer, reservation, ticket)
+        if not fits(ticket, reservation, peer.span, peer.epoch):
+            peer.release(ticket.ticket_id, "the ticket does not fit the reservation")
+            raise TransferFailed(f"decode worker {peer.agent_name} granted a ticket that does not fit the reservation")
         outgoing = Outgoing(
             reservation,
             ticket,
@@ -124,21 +118,6 @@ class Sender:
         self._outgoings.add(outgoing)
         return outgoing
 
-    def _check_ticket(self, peer: Peer, reservation: Reservation, ticket: Ticket) -> None:
-        """A ticket that does not fit what was asked for would have us write where we may not."""
-        layout = self._span.layout
-        num_cached_blocks, rest = divmod(ticket.num_cached_tokens, layout.block_size)
-        num_wanted = layout.num_blocks(reservation.num_tokens) - num_cached_blocks
-        fits = (
-            ticket.epoch == peer.epoch
-            and rest == 0
-            and num_wanted == len(ticket.block_ids) == len(set(ticket.block_ids)) == len(ticket.generations)
-            and all(0 <= block_id < peer.span.num_blocks for block_id in ticket.block_ids)
-        )
-        if not fits:
-            peer.release(ticket.ticket_id, "the ticket does not fit the reservation")
-            raise TransferFailed(f"decode worker {peer.agent_name} granted a ticket that does not fit the reservation")
-
     async def _peer(self, target: HandoverTarget) -> Peer:
         peer = self._peers.get(target.worker_id)
         if peer is not None and not peer.is_lost and peer.epoch == target.epoch:
@@ -151,7 +130,7 @@ class Sender:
         return await asyncio.shield(connecting)
 
     async def _connect_to(self, target: HandoverTarget) -> Peer:
-        client = DecodeClient(self._connect(target.address))
+        client = DecodeClient(open_channel(target.address))
         try:
             peer = await connect_peer(
                 client,

@@ -63,7 +63,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class HandoverRecord:
-    """The sequence itself: everything decode needs beside the KV. Sent once all of it has been written."""
+    """What was written, and the token to go on from; sent once all of it has been written.
+
+    The other tokens and the sampling reach the decode worker from the router.
+    """
 
     ticket_id: str
     attempt_id: str
@@ -94,8 +97,7 @@ class ReceivedSequence:
 
 @dataclass(frozen=True, slots=True)
 class SendStats:
-    """What one hand-over cost. `exposed_s` is from the end of prefill to the record accepted: what nothing hid."""
+    """What one hand-over moved."""
 
     sent_tokens: int
     sent_bytes: int
-    exposed_s: float

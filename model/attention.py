@@ -1,4 +1,4 @@
-"""Attention over the paged cache: the seam behind which a kernel library for some device slots in, and its plain torch form.
+"""Attention over the paged cache: the seam where a kernel library for some device slots in, and its plain torch form.
 
 Letters: T tokens of all chunks, S chunks, Q query heads, H KV heads, G = Q / H heads that share one, D head size,
 C context tokens.
@@ -34,7 +34,7 @@ class AttentionBackend(Protocol):
     """Works on the cache it was made with; what is the same for all layers of a step comes in `step`."""
 
     def store(self, layer: int, qkv: Tensor, step: StepInput) -> Tensor:
-        """Rotates queries and keys of [T, (Q + 2 H) D], writes keys and values into the cache; the queries [T, Q, D]."""
+        """Rotates queries and keys of [T, (Q + 2 H) D], stores keys and values, returns queries [T, Q, D]."""
         ...
 
     def attend(self, layer: int, queries: Tensor, step: StepInput) -> Tensor:
@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """Gathers the context of a chunk and calls torch: any device and dtype, and what other backends are tested against."""
+    """Gathers the context of a chunk and calls torch: any device and dtype; other backends are tested against it."""
 
     def __init__(self, config: ModelConfig, cache: PagedKVCache, head_norms: Sequence[HeadNorms | None]) -> None:
         self._config = config

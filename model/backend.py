@@ -1,4 +1,4 @@
-"""Which implementation computes the parts of a transformer: plain torch on any device, or the C kernels on a CPU with AVX2.
+"""Which implementation computes the parts of a transformer: plain torch anywhere, or the C kernels on a CPU with AVX2.
 
 A backend makes parts out of weights; the transformer puts them together and knows no backend by name.
 """
@@ -32,7 +32,8 @@ from model.moe import Expert, FeedForward, TorchFeedForward, TorchMoE
 
 logger = logging.getLogger(__name__)
 
-KERNELS = ("auto", "avx2", "torch")
+KERNELS = ("auto", "avx2", "mixed", "torch")
+MANY_TOKENS = 48
 
 
 class Backend(Protocol):
@@ -87,7 +88,7 @@ class TorchBackend:
 
 
 class KernelBackend:
-    """Float32 activations. Weights stay in place; only a narrower dtype than float32 that differs from theirs rounds them."""
+    """Float32 activations. Weights stay in place, unless another dtype, narrower than float32, was asked for."""
 
     name = "avx2"
     activations = torch.float32
@@ -117,24 +118,79 @@ class KernelBackend:
         return KernelAttention(self._library, config, cache, head_norms)
 
 
+class MixedBackend(KernelBackend):
+    """The C kernels for few tokens, when reading the weights takes the time, and oneDNN in bfloat16 for many.
+
+    For CPUs with bfloat16 instructions. The last bits of a prompt then depend on how it was cut into chunks.
+    """
+
+    name = "avx2, oneDNN bf16 for many tokens"
+
+    def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
+        return MixedLinear(super().linear(weights, biases), TorchLinear(weights, biases))
+
+    def feed_forward(self, expert: Expert) -> FeedForward:
+        return MixedFeedForward(super().feed_forward(expert), TorchFeedForward(expert), MANY_TOKENS)
+
+    def mixture(self, experts: Sequence[Expert], router: Tensor, num_experts_per_token: int) -> FeedForward:
+        many = TorchMoE(experts, router, num_experts_per_token)
+        num_tokens = MANY_TOKENS * len(experts) // num_experts_per_token  # then an expert gets MANY_TOKENS on average
+        return MixedFeedForward(super().mixture(experts, router, num_experts_per_token), many, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLinear:
+    few: Linear
+    many: Linear
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        if len(x) < MANY_TOKENS:
+            return self.few(x, add_to)
+        y = self.many(x.bfloat16())
+        return y.float() if add_to is None else add_to.add_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedFeedForward:
+    few: FeedForward
+    many: FeedForward
+    num_tokens: int  # from which on they are many
+
+    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
+        if len(x) < self.num_tokens:
+            return self.few(x, add_to)
+        y = torch.zeros_like(x, dtype=torch.bfloat16)
+        load = self.many(x.bfloat16(), add_to=y)
+        add_to.add_(y)
+        return load
+
+
 def choose_backend(kernels: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Backend:
-    """`kernels` is one of KERNELS: "auto" takes the C kernels where they can run, and logs why where they cannot.
+    """`kernels` is one of KERNELS: "auto" takes the fastest that can run, and logs why if that is plain torch.
 
     Raises:
-        KernelsUnavailable: "avx2" was asked for and cannot run here.
+        KernelsUnavailable: "avx2" or "mixed" was asked for and cannot run here.
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(KERNELS)}")
     if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
         return TorchBackend(device, dtype)
     try:
-        if device.type != "cpu":
-            raise KernelsUnavailable(f"the model is on {device}")
-        if config.head_dim > MAX_HEAD_DIM or config.num_heads // config.num_kv_heads > MAX_GROUP:
-            raise KernelsUnavailable(f"heads are larger than {MAX_HEAD_DIM}, or more than {MAX_GROUP} share a KV head")
-        return KernelBackend(dtype)
+        _check_kernels_can_run(config, device)
+        has_bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return MixedBackend(dtype) if kernels == "mixed" or (kernels == "auto" and has_bf16) else KernelBackend(dtype)
     except KernelsUnavailable as error:
-        if kernels == "avx2":
+        if kernels != "auto":
             raise
         logger.warning("computing with plain torch, which is several times slower: %s", error)
         return TorchBackend(device, dtype)
+
+
+def _check_kernels_can_run(config: ModelConfig, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise KernelsUnavailable(f"the model is on {device}")
+    if config.head_dim > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"head_dim is {config.head_dim}; at most {MAX_HEAD_DIM} are supported")
+    group = config.num_heads // config.num_kv_heads
+    if group > MAX_GROUP:
+        raise KernelsUnavailable(f"{group} heads share a KV head; at most {MAX_GROUP} are supported")

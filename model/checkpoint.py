@@ -1,6 +1,7 @@
 """The files of a model: weights mapped from safetensors and used in place, and digests that stand for their identity.
 
-Mapped pages belong to the page cache, so processes that serve one model on one machine share them. Digests need no torch.
+Mapped pages belong to the page cache, so processes that serve one model on one machine share them.
+Digests need no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 def model_digest(folder: Path) -> str:
-    """Stands for config, tokenizer and weights: all headers and sizes, and a sample of the bytes of each weight file."""
+    """Stands for config, tokenizer and weights: headers, sizes, and a sample of the bytes of each weight file."""
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json"):
         _add(digest, name, _read(folder / name))

@@ -28,7 +28,7 @@ class UnreadableModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `factor` slows all frequencies (linear) or the low ones (llama3, which also uses the last three)."""
+    """Rotary embedding. `factor` slows all frequencies (linear), or the low ones (llama3, by the last three too)."""
 
     theta: float
     rope_type: str = "default"
@@ -139,7 +139,9 @@ def _refuse_unsupported(config: Json, architecture: str) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act is {activation!r}; supported is 'silu'")
-    slides = config.get("use_sliding_window", not architecture.startswith("Qwen"))  # Qwen names a window it does not use
+    slides = config.get(
+        "use_sliding_window", not architecture.startswith("Qwen")
+    )  # Qwen names a window it does not use
     if config.get("sliding_window") is not None and slides:
         raise UnsupportedModel(f"sliding_window is {config['sliding_window']!r}; supported is full attention (null)")
     if config.get("mlp_bias", False) and architecture == "LlamaForCausalLM":

@@ -1,7 +1,7 @@
 """The tensor that holds keys and values of all blocks, and how many blocks a given memory has room for.
 
-Letters as in `model.kv_layout`: the cache is [L, N, H, 2, B, D]. On the CPU it starts on a page of its own, so that it can
-be registered for transfers, and takes memory only as blocks are first written.
+Letters as in `model.kv_layout`: the cache is [L, N, H, 2, B, D]. On the CPU it starts on a page of its own, so that it
+can be registered for transfers, and takes memory only as blocks are first written.
 """
 
 from __future__ import annotations

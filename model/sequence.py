@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from model.block_pool import BlockHash, BlockPool, hash_blocks
+from model.runner import Chunk
 from model.sampling_params import SamplingParams
 
 
@@ -58,6 +59,14 @@ class Sequence:
             self.finish_reason = FinishReason.STOP
         elif self.num_output_tokens >= self.sampling.max_tokens:
             self.finish_reason = FinishReason.LENGTH
+
+    def next_chunk(self, num_tokens: int) -> Chunk:
+        """The next `num_tokens` uncomputed tokens, to be run; with the last of all the next token is wanted."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        token_ids = self.token_ids[start:end]
+        if end < self.num_tokens:
+            return Chunk(token_ids, start, self.block_ids)
+        return Chunk(token_ids, start, self.block_ids, self.sampling, self.token_ids, self.num_prompt_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Further blocks needed to hold KV of the first `num_tokens` tokens."""

@@ -1,6 +1,7 @@
 """What every layer needs to know about one step, built once per step from its chunks.
 
-Letters: T tokens of all chunks one after another, S chunks, C blocks of the longest context, B tokens per block, D head size.
+Letters: T tokens of all chunks one after another, S chunks, C blocks of the longest context, B tokens per block,
+D head size.
 """
 
 from __future__ import annotations

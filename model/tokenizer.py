@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,9 +112,13 @@ class Detokenizer:
     What `push` returns follows from the tokens alone: one that starts from the tokens of another goes on exactly.
     """
 
-    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
-        """`token_ids` are what was there before: the prompt, and whatever of the answer was already given out."""
+    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> None:
+        """`token_ids` are what was there before: the prompt, and whatever of the answer was already given out.
+
+        Tokens that stop an answer are no part of its text.
+        """
         self._tokenizer = tokenizer
+        self._stop_token_ids = stop_token_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for token_id in reversed(token_ids):
@@ -126,7 +130,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The whole characters that this token completes."""
-        data = self._tokenizer.token_bytes(token_id)
+        data = b"" if token_id in self._stop_token_ids else self._tokenizer.token_bytes(token_id)
         if data and self._num_leading_spaces:
             num_spaces = len(data) - len(data.lstrip(b" "))
             data = data[min(num_spaces, self._num_leading_spaces) :]

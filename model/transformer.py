@@ -1,7 +1,7 @@
 """One generic decoder over flat tokens: chunks of many sequences, prefill and decode mixed, in one forward.
 
-It reads the weights by their Hugging Face names and puts together what a backend makes of them. Letters: T tokens of all
-chunks, R rows whose logits are wanted, V vocabulary, L layers, E experts.
+It reads the weights by their Hugging Face names and puts together what a backend makes of them.
+Letters: T tokens of all chunks, R rows whose logits are wanted, V vocabulary, L layers, E experts.
 """
 
 from __future__ import annotations
@@ -50,18 +50,24 @@ class Transformer:
     def forward(
         self, step: StepInput, rows: Tensor, layer_done: LayerDone | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of the tokens at `rows` [R], and the load of the experts [L, E] if there are any."""
+        """Logits [R, V] of the tokens at `rows` [R], and the load of the experts [L, E] if there are any.
+
+        The last layer has keys and values of all tokens, but what follows in it is computed for `rows` alone.
+        """
         hidden = F.embedding(step.token_ids, self._embedding).to(self._activations)  # [T, hidden]
         loads = []
         for number, layer in enumerate(self._layers):
             queries = self._attention.store(number, layer.qkv(layer.attention_norm(hidden)), step)
             if layer_done is not None:
                 layer_done(number)
-            layer.output(self._attention.attend(number, queries, step), add_to=hidden)
+            attended = self._attention.attend(number, queries, step)
+            if number == len(self._layers) - 1:
+                hidden, attended = hidden[rows], attended[rows]
+            layer.output(attended, add_to=hidden)
             load = layer.feed_forward(layer.feed_forward_norm(hidden), add_to=hidden)
             if load is not None:
                 loads.append(load)
-        logits = self._head(self._norm(hidden[rows]))
+        logits = self._head(self._norm(hidden))
         return logits.float(), torch.stack(loads) if loads else None
 
 

@@ -7,15 +7,16 @@ back-pressure, and it keeps the decode worker's memory from being held by prompt
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from kvtransfer.sender import Outgoing
+from kvtransfer.outgoing import Outgoing
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
-from model.runner import Chunk, LayerDone, SampledToken, StepOutput
+from model.runner import LayerDone, SampledToken, StepOutput
 from model.sequence import Sequence
 
 Clock = Callable[[], float]
@@ -23,20 +24,24 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence:
-    """A sequence whose KV is built here. `outgoing` is where it goes: None until the ticket, or for one token only."""
+    """A sequence whose KV is built here for a decode worker; for none if one token is all that is wanted.
+
+    `outgoing` is None until the ticket. `was_refused`: the decode worker had no room for it yet.
+    """
 
     sequence: Sequence
-    needs_ticket: bool
+    decode_worker_id: str | None
     done: Callable[[SampledToken | Exception], None]
     added_at: float
     outgoing: Outgoing | None = None
     asked_for_ticket: bool = False
+    was_refused: bool = False
     started_at: float | None = None
     ended: bool = False
 
     @property
     def may_start(self) -> bool:
-        return self.outgoing is not None or not self.needs_ticket
+        return self.outgoing is not None or self.decode_worker_id is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,8 @@ class PrefillPolicy:
 class PrefillScheduler:
     """Implements `model.engine.Scheduler`. Event loop only.
 
-    `ask_for_ticket` is called once for each sequence whose turn comes within the next `lookahead_tokens` tokens; the
-    answer comes through `grant` or `remove`.
+    `ask_for_ticket` is called once for each sequence whose turn comes within the next `lookahead_tokens` tokens for its
+    decode worker; the answer comes through `grant` or `remove`.
     """
 
     def __init__(
@@ -104,17 +109,23 @@ class PrefillScheduler:
         ranked = self._ranked()
         self._ask_for_tickets(ranked)
         scheduled: list[ScheduledChunk] = []
+        blocks_are_wanting = False
         for prefilling in ranked:
             if num_tokens == 0:
                 break
             if not prefilling.may_start:
                 continue
-            if prefilling.started_at is None and not self._start(prefilling):
-                break  # nobody overtakes for want of blocks, or a large prompt would wait for ever
+            if prefilling.started_at is None:
+                # Nobody else starts meanwhile, or a large prompt would wait for ever. Those that have started go on:
+                # they hold the blocks that are wanted.
+                blocks_are_wanting = blocks_are_wanting or not self._start(prefilling)
+                if blocks_are_wanting:
+                    continue
             count = min(num_tokens, prefilling.sequence.num_uncomputed_tokens)
             num_tokens -= count
             self._in_step[prefilling] = count
-            scheduled.append(self._scheduled_chunk(prefilling, count))
+            hook = _write_hook(prefilling.outgoing, prefilling.sequence, count)
+            scheduled.append(ScheduledChunk(prefilling.sequence.next_chunk(count), hook))
         return scheduled
 
     def complete(self, sampled: Items[SampledToken | None], output: StepOutput) -> None:
@@ -143,14 +154,22 @@ class PrefillScheduler:
         return sorted(self._queue, key=lambda p: p.sequence.num_uncomputed_tokens - ageing * (now - p.added_at))
 
     def _ask_for_tickets(self, ranked: Items[PrefillSequence]) -> None:
-        tokens_ahead = 0
+        """Each decode worker has a line of its own: one that is full does not keep back what goes to another.
+
+        In a line nobody asks behind one that was refused, or short prompts would take every block that a long one
+        waits for.
+        """
+        tokens_ahead: dict[str | None, float] = {}
         for prefilling in ranked:
-            if tokens_ahead > self._policy.lookahead_tokens:
-                return
-            if prefilling.needs_ticket and not prefilling.asked_for_ticket:
+            worker_id = prefilling.decode_worker_id
+            num_ahead = tokens_ahead.get(worker_id, 0)
+            if worker_id is None or num_ahead > self._policy.lookahead_tokens:
+                continue
+            if not prefilling.asked_for_ticket:
                 prefilling.asked_for_ticket = True
                 self._ask_for_ticket(prefilling)
-            tokens_ahead += prefilling.sequence.num_uncomputed_tokens
+            is_waiting = prefilling.was_refused and prefilling.outgoing is None
+            tokens_ahead[worker_id] = math.inf if is_waiting else num_ahead + prefilling.sequence.num_uncomputed_tokens
 
     def _start(self, prefilling: PrefillSequence) -> bool:
         """Takes blocks for the whole prompt; what the prefix cache held goes out at once."""
@@ -169,21 +188,10 @@ class PrefillScheduler:
                 prefilling.outgoing.write_all_layers(0, sequence.block_ids[:num_cached_blocks])
         return True
 
-    def _scheduled_chunk(self, prefilling: PrefillSequence, num_tokens: int) -> ScheduledChunk:
-        sequence = prefilling.sequence
-        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        token_ids = sequence.token_ids[start:end]
-        hook = _write_hook(prefilling.outgoing, sequence, start, end)
-        if end < sequence.num_tokens:
-            return ScheduledChunk(Chunk(token_ids, start, sequence.block_ids), hook)
-        chunk = Chunk(
-            token_ids, start, sequence.block_ids, sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
-        )
-        return ScheduledChunk(chunk, hook)
 
-
-def _write_hook(outgoing: Outgoing | None, sequence: Sequence, start: int, end: int) -> LayerDone | None:
-    """Sends the blocks that tokens [start, end) fill, and with the prompt's last token the partial one too."""
+def _write_hook(outgoing: Outgoing | None, sequence: Sequence, num_tokens: int) -> LayerDone | None:
+    """Sends the blocks that the next `num_tokens` tokens fill, and with the prompt's last token the partial one too."""
+    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
     first = start // sequence.block_size
     stop = -(-end // sequence.block_size) if end == sequence.num_tokens else end // sequence.block_size
     if outgoing is None or first == stop:

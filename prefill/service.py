@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
-import grpc.aio
-
-from kvtransfer.codec import sampling_from_message, tokens_message
 from kvtransfer.errors import DecodePoolFull
-from kvtransfer.sender import Outgoing, Sender
+from kvtransfer.outgoing import Outgoing
+from kvtransfer.sender import Sender
+from kvtransfer.sequence_messages import sequence_from_message, tokens_message
 from kvtransfer.ticket import HandoverTarget, SendStats
 from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
@@ -21,6 +19,7 @@ from model.tokenizer import Detokenizer, Tokenizer
 from prefill import metrics
 from prefill.scheduler import PrefillScheduler, PrefillSequence
 from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
+from protos.calls import Context
 from protos.errors import AlreadyExists, Internal, InvalidArgument, ServiceError
 
 _RESERVE_TIMEOUT_S = 5.0
@@ -30,22 +29,26 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """Owns the tasks that reserve for its sequences; `close` ends them."""
 
     def __init__(
-        self, *, pool: BlockPool, layout: KVLayout, sender: Sender, tokenizer: Tokenizer, wake: Callable[[], None]
+        self,
+        *,
+        pool: BlockPool,
+        layout: KVLayout,
+        sender: Sender,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        wake: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._layout = layout
         self._sender = sender
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._wake = wake
         self.scheduler = PrefillScheduler(pool, ask_for_ticket=self._ask_for_ticket)
         self._calls: dict[str, _Call] = {}
 
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
-
     async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         if request.attempt_id in self._calls:
             raise AlreadyExists(f"attempt_id {request.attempt_id!r} is being prefilled already", field="attempt_id")
@@ -69,22 +72,18 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             await self._end(call)
 
     def _sequence(self, request: prefill_pb2.PrefillRequest) -> Sequence:
-        if not request.token_ids:
-            raise InvalidArgument("token_ids is empty; there is nothing to prefill", field="token_ids")
-        num_blocks = self._layout.num_blocks(len(request.token_ids))
+        decode = request.decode
+        if request.HasField("decode") and not (decode.worker_id and decode.address and decode.epoch):
+            raise InvalidArgument("worker_id, address and epoch of the decode worker must not be empty", field="decode")
+        sequence = sequence_from_message(request, vocab_size=self._vocab_size, block_size=self._layout.block_size)
+        num_blocks = self._layout.num_blocks(sequence.num_tokens)
         if num_blocks > self._pool.num_blocks:
             raise InvalidArgument(
-                f"token_ids has {len(request.token_ids)} tokens, which need {num_blocks} blocks; "
+                f"token_ids has {sequence.num_tokens} tokens, which need {num_blocks} blocks; "
                 f"this worker's cache holds {self._pool.num_blocks}",
                 field="token_ids",
             )
-        return Sequence(
-            request.attempt_id,
-            list(request.token_ids),
-            request.num_prompt_tokens,
-            sampling_from_message(request.sampling),
-            self._layout.block_size,
-        )
+        return sequence
 
     def _ask_for_ticket(self, prefilling: PrefillSequence) -> None:
         call = self._calls[prefilling.sequence.sequence_id]
@@ -106,6 +105,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 )
             except DecodePoolFull as full:
                 metrics.RESERVE_RETRIES.inc()
+                call.prefilling.was_refused = True
                 await asyncio.sleep(full.retry_after_s or 0.05)
             except ServiceError as error:
                 call.finish(error)
@@ -118,15 +118,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def _first_token(self, call: _Call, token: SampledToken) -> inference_pb2.GenerateResponse:
         sequence = call.prefilling.sequence
-        detokenizer = Detokenizer(self._tokenizer, sequence.token_ids[:-1])
-        text = "" if token.token_id in sequence.sampling.stop_token_ids else detokenizer.push(token.token_id)
+        detokenizer = Detokenizer(self._tokenizer, sequence.token_ids[:-1], sequence.sampling.stop_token_ids)
+        text = detokenizer.push(token.token_id)
         if sequence.finish_reason is not None:
             text += detokenizer.flush()
         return tokens_message(sequence.num_output_tokens - 1, [token], text, sequence.finish_reason)
 
     async def _hand_over(self, call: _Call, token: SampledToken) -> prefill_pb2.PrefillStats:
         sequence = call.prefilling.sequence
-        sent = SendStats(sent_tokens=0, sent_bytes=0, exposed_s=0.0)
+        sent = SendStats(sent_tokens=0, sent_bytes=0)
         if call.outgoing is not None and sequence.finish_reason is None:
             sent = await call.outgoing.commit(token.token_id, sequence.num_computed_tokens)
             call.outgoing = None
@@ -138,8 +138,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Lets everything the call holds go; blocks being written stay held by the Outgoing until that ends."""
         self.scheduler.remove(call.prefilling)  # first: from here on nobody asks for its ticket
         self._calls.pop(call.request.attempt_id, None)
-        call.reserving.cancel()
-        await asyncio.wait([call.reserving])
+        if call.reserving is not None:
+            call.reserving.cancel()
+            await asyncio.wait([call.reserving])
         if call.outgoing is not None:
             outgoing, call.outgoing = call.outgoing, None
             await outgoing.abort("the request ended before it was handed over")
@@ -151,9 +152,10 @@ class _Call:
     def __init__(self, request: prefill_pb2.PrefillRequest, sequence: Sequence) -> None:
         self.request = request
         self.first_token: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
-        self.prefilling = PrefillSequence(sequence, request.HasField("decode"), self.finish, time.monotonic())
+        decode_worker_id = request.decode.worker_id if request.HasField("decode") else None
+        self.prefilling = PrefillSequence(sequence, decode_worker_id, self.finish, time.monotonic())
         self.outgoing: Outgoing | None = None
-        self.reserving: asyncio.Task[None] = asyncio.create_task(_nothing())
+        self.reserving: asyncio.Task[None] | None = None
         self.first_token_at = 0.0
 
     def finish(self, result: SampledToken | Exception) -> None:
@@ -180,7 +182,3 @@ class _Call:
             sent_tokens=sent.sent_tokens,
             sent_bytes=sent.sent_bytes,
         )
-
-
-async def _nothing() -> None:
-    """The reservation of a sequence that needs none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -11,15 +12,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(folder: Path) -> dict[str, str]:
-    """Compiles every .proto into `folder`; returns the generated files by their path from the root."""
-    from grpc_tools import protoc
+    """Compiles every .proto into `folder`; returns the generated files by their path from the root.
 
+    In a process of its own: once the compiler is loaded, importing nixl aborts the process.
+    """
     sources = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "protos").glob("*.proto"))
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "grpc_python")]
     types = [f"--mypy_out=quiet:{folder}", f"--mypy_grpc_out=quiet,only_async:{folder}"]
-    status = protoc.main(["protoc", f"-I{ROOT}", *_plugins("mypy", "mypy_grpc"), *outputs, *types, *sources])
-    if status != 0:
-        raise SystemExit(f"protoc ended with status {status}")
+    compiler = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *_plugins("mypy", "mypy_grpc")]
+    done = subprocess.run([*compiler, *outputs, *types, *sources], check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"protoc ended with status {done.returncode}")
     return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.py*"))}
 
 

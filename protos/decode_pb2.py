@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\npdserve.v1\x1a\x16protos/inference.proto\"\xa9\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x14\n\x0cprefill_here\x18\x06 \x01(\x08\"S\n\x0f\x44\x65scribeRequest\x12\x1a\n\x12layout_fingerprint\x18\x01 \x01(\t\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\"\x90\x01\n\x08KVLayout\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x03\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x03\x12\x10\n\x08head_dim\x18\x05 \x01(\x03\x12\x12\n\nblock_size\x18\x06 \x01(\x03\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\"\xaf\x01\n\x0fPeerDescription\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x03 \x01(\x0c\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x14\n\x0c\x62\x61se_address\x18\x06 \x01(\x04\x12\x11\n\tdevice_id\x18\x07 \x01(\x03\"\xae\x01\n\x0eReserveRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csender_epoch\x18\x03 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\"~\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x03\x12\x11\n\tblock_ids\x18\x04 \x03(\x03\x12\x13\n\x0bgenerations\x18\x05 \x03(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\"\xe2\x01\n\x0eHandoverRecord\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x14\n\x0csender_epoch\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x13\n\x0bgenerations\x18\x06 \x03(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x66irst_token_id\x18\x08 \x01(\x03\x12\x13\n\x0bsent_tokens\x18\t \x01(\x03\x12\x12\n\nsent_bytes\x18\n \x01(\x03\"\x10\n\x0e\x43ommitResponse\"I\n\x0eReleaseRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x14\n\x0csender_epoch\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"O\n\tHeartbeat\x12\x14\n\x0csender_epoch\x18\x01 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x02 \x01(\t\x12\x12\n\nticket_ids\x18\x03 \x03(\t\"-\n\x11HeartbeatResponse\x12\x18\n\x10\x65nded_ticket_ids\x18\x01 \x03(\t2\x98\x03\n\x06\x44\x65\x63ode\x12\x43\n\x06\x44\x65\x63ode\x12\x19.pdserve.v1.DecodeRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x44\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1b.pdserve.v1.PeerDescription\x12\x39\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x12.pdserve.v1.Ticket\x12@\n\x06\x43ommit\x12\x1a.pdserve.v1.HandoverRecord\x1a\x1a.pdserve.v1.CommitResponse\x12\x42\n\x07Release\x12\x1a.pdserve.v1.ReleaseRequest\x1a\x1b.pdserve.v1.ReleaseResponse\x12\x42\n\x06\x41ttach\x12\x15.pdserve.v1.Heartbeat\x1a\x1d.pdserve.v1.HeartbeatResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\npdserve.v1\x1a\x16protos/inference.proto\"\xa9\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x14\n\x0cprefill_here\x18\x06 \x01(\x08\"7\n\x0f\x44\x65scribeRequest\x12$\n\x06layout\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\"\x90\x01\n\x08KVLayout\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x03\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x03\x12\x10\n\x08head_dim\x18\x05 \x01(\x03\x12\x12\n\nblock_size\x18\x06 \x01(\x03\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\"\xaf\x01\n\x0fPeerDescription\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x03 \x01(\x0c\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x14\n\x0c\x62\x61se_address\x18\x06 \x01(\x04\x12\x11\n\tdevice_id\x18\x07 \x01(\x03\"\xae\x01\n\x0eReserveRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csender_epoch\x18\x03 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\"~\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x03\x12\x11\n\tblock_ids\x18\x04 \x03(\x03\x12\x13\n\x0bgenerations\x18\x05 \x03(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\"\xe2\x01\n\x0eHandoverRecord\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x14\n\x0csender_epoch\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x13\n\x0bgenerations\x18\x06 \x03(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x66irst_token_id\x18\x08 \x01(\x03\x12\x13\n\x0bsent_tokens\x18\t \x01(\x03\x12\x12\n\nsent_bytes\x18\n \x01(\x03\"\x10\n\x0e\x43ommitResponse\"I\n\x0eReleaseRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x14\n\x0csender_epoch\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"O\n\tHeartbeat\x12\x14\n\x0csender_epoch\x18\x01 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x02 \x01(\t\x12\x12\n\nticket_ids\x18\x03 \x03(\t\"-\n\x11HeartbeatResponse\x12\x18\n\x10\x65nded_ticket_ids\x18\x01 \x03(\t2\x98\x03\n\x06\x44\x65\x63ode\x12\x43\n\x06\x44\x65\x63ode\x12\x19.pdserve.v1.DecodeRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x44\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1b.pdserve.v1.PeerDescription\x12\x39\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x12.pdserve.v1.Ticket\x12@\n\x06\x43ommit\x12\x1a.pdserve.v1.HandoverRecord\x1a\x1a.pdserve.v1.CommitResponse\x12\x42\n\x07Release\x12\x1a.pdserve.v1.ReleaseRequest\x1a\x1b.pdserve.v1.ReleaseResponse\x12\x42\n\x06\x41ttach\x12\x15.pdserve.v1.Heartbeat\x1a\x1d.pdserve.v1.HeartbeatResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=60
   _globals['_DECODEREQUEST']._serialized_end=229
   _globals['_DESCRIBEREQUEST']._serialized_start=231
-  _globals['_DESCRIBEREQUEST']._serialized_end=314
-  _globals['_KVLAYOUT']._serialized_start=317
-  _globals['_KVLAYOUT']._serialized_end=461
-  _globals['_PEERDESCRIPTION']._serialized_start=464
-  _globals['_PEERDESCRIPTION']._serialized_end=639
-  _globals['_RESERVEREQUEST']._serialized_start=642
-  _globals['_RESERVEREQUEST']._serialized_end=816
-  _globals['_TICKET']._serialized_start=818
-  _globals['_TICKET']._serialized_end=944
-  _globals['_HANDOVERRECORD']._serialized_start=947
-  _globals['_HANDOVERRECORD']._serialized_end=1173
-  _globals['_COMMITRESPONSE']._serialized_start=1175
-  _globals['_COMMITRESPONSE']._serialized_end=1191
-  _globals['_RELEASEREQUEST']._serialized_start=1193
-  _globals['_RELEASEREQUEST']._serialized_end=1266
-  _globals['_RELEASERESPONSE']._serialized_start=1268
-  _globals['_RELEASERESPONSE']._serialized_end=1285
-  _globals['_HEARTBEAT']._serialized_start=1287
-  _globals['_HEARTBEAT']._serialized_end=1366
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1368
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1413
-  _globals['_DECODE']._serialized_start=1416
-  _globals['_DECODE']._serialized_end=1824
+  _globals['_DESCRIBEREQUEST']._serialized_end=286
+  _globals['_KVLAYOUT']._serialized_start=289
+  _globals['_KVLAYOUT']._serialized_end=433
+  _globals['_PEERDESCRIPTION']._serialized_start=436
+  _globals['_PEERDESCRIPTION']._serialized_end=611
+  _globals['_RESERVEREQUEST']._serialized_start=614
+  _globals['_RESERVEREQUEST']._serialized_end=788
+  _globals['_TICKET']._serialized_start=790
+  _globals['_TICKET']._serialized_end=916
+  _globals['_HANDOVERRECORD']._serialized_start=919
+  _globals['_HANDOVERRECORD']._serialized_end=1145
+  _globals['_COMMITRESPONSE']._serialized_start=1147
+  _globals['_COMMITRESPONSE']._serialized_end=1163
+  _globals['_RELEASEREQUEST']._serialized_start=1165
+  _globals['_RELEASEREQUEST']._serialized_end=1238
+  _globals['_RELEASERESPONSE']._serialized_start=1240
+  _globals['_RELEASERESPONSE']._serialized_end=1257
+  _globals['_HEARTBEAT']._serialized_start=1259
+  _globals['_HEARTBEAT']._serialized_end=1338
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1340
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1385
+  _globals['_DECODE']._serialized_start=1388
+  _globals['_DECODE']._serialized_end=1796
 # @@protoc_insertion_point(module_scope)

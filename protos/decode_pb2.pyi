@@ -40,7 +40,7 @@ class DecodeRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
-        """resolved"""
+        """resolved, as in PrefillRequest"""
 
     def __init__(
         self,
@@ -64,21 +64,19 @@ Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    layout_fingerprint: _builtins.str
-    """compared first: FAILED_PRECONDITION names the first difference"""
     @_builtins.property
-    def layout(self) -> Global___KVLayout: ...
+    def layout(self) -> Global___KVLayout:
+        """the sender's: FAILED_PRECONDITION names the first difference"""
+
     def __init__(
         self,
         *,
-        layout_fingerprint: _builtins.str = ...,
         layout: Global___KVLayout | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "layout_fingerprint", b"layout_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -86,6 +84,8 @@ Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
 @_typing.final
 class KVLayout(_message.Message):
+    """Two caches can exchange blocks if every field is equal; its fingerprint is a digest of them all."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
@@ -96,6 +96,7 @@ class KVLayout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     model_digest: _builtins.str
+    """of config, tokenizer and weights"""
     dtype: _builtins.str
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
@@ -140,6 +141,7 @@ class PeerDescription(_message.Message):
     base_address: _builtins.int
     """of the cache; regions follow from the layout"""
     device_id: _builtins.int
+    """CUDA device of the cache, -1 for host memory"""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
     def __init__(
@@ -174,7 +176,9 @@ class ReserveRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     request_id: _builtins.str
+    """for the log"""
     sender_epoch: _builtins.str
+    """of an Attach stream that is open"""
     sender_worker_id: _builtins.str
     layout_fingerprint: _builtins.str
     num_tokens: _builtins.int
@@ -219,7 +223,7 @@ class Ticket(_message.Message):
     num_cached_tokens: _builtins.int
     """held already: a whole number of blocks, not to be sent"""
     lease_s: _builtins.float
-    """a duration, from receipt; renewed by Attach"""
+    """a duration, on the decode worker's clock, from the grant and from each renewal"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of tokens num_cached_tokens .. num_tokens, in order"""
@@ -248,7 +252,9 @@ Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class HandoverRecord(_message.Message):
-    """The sequence itself: everything decode needs beside the KV."""
+    """What was written, and the token to go on from. The other tokens and the sampling are in the router's DecodeRequest.
+    All of it must agree with the ticket, or the commit fails.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -273,6 +279,7 @@ class HandoverRecord(_message.Message):
     first_token_id: _builtins.int
     """sampled at position num_tokens"""
     sent_tokens: _builtins.int
+    """num_tokens less the ticket's num_cached_tokens"""
     sent_bytes: _builtins.int
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -364,7 +371,9 @@ class Heartbeat(_message.Message):
     sender_worker_id: _builtins.str
     @_builtins.property
     def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """being written"""
+        """Every ticket that is being written, or whose Release has not been acknowledged. One that has ended and is not named
+        for a whole lease is taken to be forgotten, and its blocks are used again.
+        """
 
     def __init__(
         self,
@@ -388,7 +397,7 @@ class HeartbeatResponse(_message.Message):
     ENDED_TICKET_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ended_ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """aborted or unknown here: stop writing, then Release"""
+        """of those named: lapsed, aborted or unknown here. Stop writing, then Release"""
 
     def __init__(
         self,

@@ -78,7 +78,8 @@ class DecodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """The hand-over. Describe once per peer; Reserve, writes, Commit per sequence; Release if it will not be committed.
+        """The hand-over. Once per peer: Describe, then Attach, whose first answer must be there before anything is reserved.
+        Once per sequence: Reserve, the writes, Commit; or Release if it will not be committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +104,8 @@ class DecodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request_iterator, context):
-        """Renews the leases of everything this sender writes. Its end tells that the sender is gone.
+        """Renews the lease of every ticket that a heartbeat names. Its end tells that the sender is gone: what it had not
+        committed by then fails, and the blocks are used again after a grace period.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,12 +18,16 @@ class DecodeStub:
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _inference_pb2.GenerateResponse]
     """Opened at placement, before the KV is there. Streams the tokens after the first."""
     Describe: _aio.UnaryUnaryMultiCallable[_decode_pb2.DescribeRequest, _decode_pb2.PeerDescription]
-    """The hand-over. Describe once per peer; Reserve, writes, Commit per sequence; Release if it will not be committed."""
+    """The hand-over. Once per peer: Describe, then Attach, whose first answer must be there before anything is reserved.
+    Once per sequence: Reserve, the writes, Commit; or Release if it will not be committed.
+    """
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.Ticket]
     Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.HandoverRecord, _decode_pb2.CommitResponse]
     Release: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReleaseRequest, _decode_pb2.ReleaseResponse]
     Attach: _aio.StreamStreamMultiCallable[_decode_pb2.Heartbeat, _decode_pb2.HeartbeatResponse]
-    """Renews the leases of everything this sender writes. Its end tells that the sender is gone."""
+    """Renews the lease of every ticket that a heartbeat names. Its end tells that the sender is gone: what it had not
+    committed by then fails, and the blocks are used again after a grace period.
+    """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -40,7 +44,9 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.DescribeRequest,
         context: _aio.ServicerContext[_decode_pb2.DescribeRequest, _abc.Awaitable[_decode_pb2.PeerDescription]],
     ) -> _abc.Awaitable[_decode_pb2.PeerDescription]:
-        """The hand-over. Describe once per peer; Reserve, writes, Commit per sequence; Release if it will not be committed."""
+        """The hand-over. Once per peer: Describe, then Attach, whose first answer must be there before anything is reserved.
+        Once per sequence: Reserve, the writes, Commit; or Release if it will not be committed.
+        """
 
     @_abc_1.abstractmethod
     def Reserve(
@@ -69,6 +75,8 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_decode_pb2.Heartbeat],
         context: _aio.ServicerContext[_abc.AsyncIterator[_decode_pb2.Heartbeat], _abc.AsyncIterator[_decode_pb2.HeartbeatResponse]],
     ) -> _abc.AsyncIterator[_decode_pb2.HeartbeatResponse]:
-        """Renews the leases of everything this sender writes. Its end tells that the sender is gone."""
+        """Renews the lease of every ticket that a heartbeat names. Its end tells that the sender is gone: what it had not
+        committed by then fails, and the blocks are used again after a grace period.
+        """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _aio.Server) -> None: ...

@@ -13,9 +13,10 @@ from typing import ClassVar
 import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "pdserve"
+MAX_MESSAGE_BYTES = 1000  # gRPC carries status as headers, which have a limit; what peers send is quoted in messages
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC keeps a google.rpc.Status
 
 _by_reason: dict[str, type[ServiceError]] = {}
@@ -23,15 +24,15 @@ _by_code: dict[grpc.StatusCode, type[ServiceError]] = {}
 
 
 class ServiceError(Exception):
-    """An expected failure. `retryable`: the same request may succeed elsewhere or later. `field`: what in it is off."""
+    """An expected failure. `retryable`: the request may succeed elsewhere or later. `field`: what in it is wrong."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
     retryable: bool = False
     reason: str = "UNKNOWN"
 
     def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _clipped(message)
+        super().__init__(self.message)
         self.field = field
         self.retry_after_s = retry_after_s
 
@@ -131,6 +132,13 @@ class Internal(ServiceError):
     reason = "INTERNAL"
 
 
+def _clipped(message: str) -> str:
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return message
+    return encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
+
+
 def to_status(error: ServiceError) -> status_pb2.Status:
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
@@ -147,7 +155,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> ServiceError:
-    """The error that became this status. A class this process does not know is stood for by the one of its code."""
+    """The error that became this status. If this process does not know its class, the general one of its code."""
     info, bad_request, retry = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.BadRequest(),
@@ -182,7 +190,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
 
 
 def is_connection_failure(error: grpc.aio.AioRpcError) -> bool:
-    """Whether gRPC itself ended the call because the peer is gone or going, rather than the peer by an error."""
+    """Whether gRPC ended the call because the peer is gone or going. False if it answered with an error."""
     from_peer = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
     return not from_peer and error.code() in _CONNECTION_CODES
 
@@ -194,4 +202,3 @@ _CONNECTION_CODES = {
     grpc.StatusCode.INTERNAL,  # a stream that was reset
     grpc.StatusCode.UNKNOWN,
 }
-assert {code.value[0] for code in grpc.StatusCode} == set(code_pb2.Code.values())

@@ -1,4 +1,4 @@
-"""What every gRPC server counts about the calls it serves."""
+"""What Prometheus sees of the calls of every gRPC server."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
-        """resolved: every field set"""
+        """resolved: see there"""
 
     @_builtins.property
     def decode(self) -> Global___DecodeTarget:
@@ -139,7 +139,7 @@ class PrefillResponse(_message.Message):
     def first_token(self) -> _inference_pb2.GenerateResponse: ...
     @_builtins.property
     def handed_over(self) -> Global___PrefillStats:
-        """last message; also without a hand-over"""
+        """the last message, after the hand-over; also sent where there is none"""
 
     def __init__(
         self,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 from wsgiref.simple_server import WSGIServer
 
@@ -126,6 +127,23 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+async def drain_on_signal(drain: Callable[[], Awaitable[None]]) -> None:
+    """Waits for SIGTERM or SIGINT, then for `drain`; a second signal cancels that. Later ones are ignored."""
+    loop, received = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)  # until the loop is closed
+    await received.get()
+    draining, again = asyncio.ensure_future(drain()), asyncio.ensure_future(received.get())
+    try:
+        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (draining, again):
+            task.cancel()
+        await asyncio.wait([draining, again])
+    if not draining.cancelled():
+        draining.result()
 
 
 def serve_metrics(host: str, port: int) -> MetricsServer:

@@ -50,6 +50,7 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 2
     """takes nothing new"""
     WORKER_STATE_LOST: _WorkerState.ValueType  # 3
+    """the router's own finding; no worker reports it"""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
 
@@ -58,6 +59,7 @@ WORKER_STATE_READY: WorkerState.ValueType  # 1
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 2
 """takes nothing new"""
 WORKER_STATE_LOST: WorkerState.ValueType  # 3
+"""the router's own finding; no worker reports it"""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -82,8 +84,9 @@ class WorkerHello(_message.Message):
     address: _builtins.str
     """of its gRPC services"""
     role: Global___Role.ValueType
-    """where it starts"""
+    """where it starts; once the router has set another, that one"""
     flippable: _builtins.bool
+    """whether SetRole may change it"""
     model_name: _builtins.str
     tokenizer_digest: _builtins.str
     num_blocks: _builtins.int
@@ -139,6 +142,7 @@ class WorkerLoad(_message.Message):
     num_free_blocks: _builtins.int
     """allocatable now (free or cached without owner)"""
     num_used_blocks: _builtins.int
+    """the rest; those in quarantine are among them"""
     num_quarantined_blocks: _builtins.int
     prefill_tokens_per_s: _builtins.float
     """measured, decayed; 0 if not known yet"""
@@ -195,22 +199,20 @@ class RouterCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SET_ROLE_FIELD_NUMBER: _builtins.int
-    DRAIN_FIELD_NUMBER: _builtins.int
     set_role: Global___Role.ValueType
-    drain: _builtins.bool
+    """the first one confirms the role that the worker registered with, or had before"""
     def __init__(
         self,
         *,
-        set_role: Global___Role.ValueType = ...,
-        drain: _builtins.bool = ...,
+        set_role: Global___Role.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "set_role", b"set_role"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "set_role", b"set_role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "set_role", b"set_role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "set_role", b"set_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["set_role", "drain"]  # noqa: Y015
-    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+    _WhichOneofReturnType__set_role: _TypeAlias = _typing.Literal["set_role"]  # noqa: Y015
+    _WhichOneofArgType__set_role: _TypeAlias = _typing.Literal["_set_role", b"_set_role"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__set_role) -> _WhichOneofReturnType__set_role | None: ...
 
 Global___RouterCommand: _TypeAlias = RouterCommand  # noqa: Y015
 

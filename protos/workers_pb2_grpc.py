@@ -46,6 +46,7 @@ class WorkersServicer:
 
     def Register(self, request_iterator, context):
         """One stream per worker for as long as it lives. The first report registers it; the stream's end takes it out.
+        A worker reports what changes, and at least every second: one that falls silent is given up until it speaks again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

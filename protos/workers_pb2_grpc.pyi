@@ -15,7 +15,9 @@ GRPC_VERSION: str
 class WorkersStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_workers_pb2.WorkerReport, _workers_pb2.RouterCommand]
-    """One stream per worker for as long as it lives. The first report registers it; the stream's end takes it out."""
+    """One stream per worker for as long as it lives. The first report registers it; the stream's end takes it out.
+    A worker reports what changes, and at least every second: one that falls silent is given up until it speaks again.
+    """
 
 class WorkersServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -24,7 +26,9 @@ class WorkersServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_workers_pb2.WorkerReport],
         context: _aio.ServicerContext[_abc.AsyncIterator[_workers_pb2.WorkerReport], _abc.AsyncIterator[_workers_pb2.RouterCommand]],
     ) -> _abc.AsyncIterator[_workers_pb2.RouterCommand]:
-        """One stream per worker for as long as it lives. The first report registers it; the stream's end takes it out."""
+        """One stream per worker for as long as it lives. The first report registers it; the stream's end takes it out.
+        A worker reports what changes, and at least every second: one that falls silent is given up until it speaks again.
+        """
 
 def add_WorkersServicer_to_server(servicer: WorkersServicer, server: _aio.Server) -> None: ...
 

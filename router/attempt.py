@@ -166,7 +166,7 @@ async def _first_token(
 
 
 async def _handed_over(prefilling: asyncio.Task[None], second: asyncio.Task[bytes]) -> bytes:
-    """Decode's first message. Until it comes, decode may wait for a hand-over that a failed prefill will not make."""
+    """Waits for decode's first message. If prefill fails before, raises that: the hand-over will not come."""
     if not second.done():
         await asyncio.wait([prefilling, second], return_when=asyncio.FIRST_COMPLETED)
     if not second.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 
 from model.kv_layout import KVLayout
 from model.sampling_params import SamplingParams
@@ -50,17 +51,8 @@ def role_from_value(value: int, field: str) -> Role:
 
 def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
     """Raises InvalidArgument for a layout that cannot be, or a role that is none."""
-    layout = hello.layout
     try:
-        kv_layout = KVLayout(
-            model_digest=layout.model_digest,
-            dtype=layout.dtype,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            block_size=layout.block_size,
-            drafter=layout.drafter,
-        )
+        layout = KVLayout(**{field.name: getattr(hello.layout, field.name) for field in fields(KVLayout)})
     except ValueError as error:
         raise InvalidArgument(f"hello.layout: {error}", field="hello.layout") from None
     return WorkerProfile(
@@ -70,7 +62,7 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
         flippable=hello.flippable,
         model_name=hello.model_name,
         tokenizer_digest=hello.tokenizer_digest,
-        layout=kv_layout,
+        layout=layout,
         num_blocks=hello.num_blocks,
         runner=hello.runner,
         kernels=hello.kernels,
@@ -95,7 +87,7 @@ def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
             flippable=profile.flippable,
             model_name=profile.model_name,
             tokenizer_digest=profile.tokenizer_digest,
-            layout=_layout_message(profile.layout),
+            layout=decode_pb2.KVLayout(**asdict(profile.layout)),
             num_blocks=profile.num_blocks,
             runner=profile.runner,
             kernels=profile.kernels,
@@ -176,16 +168,4 @@ def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=True,  # the model's end tokens are among stop_token_ids, if they are to stop
         logprobs=sampling.num_logprobs,
-    )
-
-
-def _layout_message(layout: KVLayout) -> decode_pb2.KVLayout:
-    return decode_pb2.KVLayout(
-        model_digest=layout.model_digest,
-        dtype=layout.dtype,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_size=layout.block_size,
-        drafter=layout.drafter,
     )

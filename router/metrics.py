@@ -1,4 +1,4 @@
-"""What the router counts. Watched values are read when somebody asks for the metrics."""
+"""What Prometheus sees of the router."""
 
 from __future__ import annotations
 

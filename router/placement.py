@@ -39,6 +39,7 @@ class Candidate:
     role: Role
     is_ready: bool
     fingerprint: str  # of the KV layout
+    num_blocks: int  # of its whole cache
     num_queued_tokens: int  # to be prefilled
     num_active: int  # sequences that decode, wait to, or are on their way
     num_free_blocks: int
@@ -58,24 +59,32 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs of its decode worker at the start; none if it wants one token only."""
+    """What a request needs of its workers' caches: for its prompt, and with its answer. One token needs no decode."""
 
     num_blocks: int
+    num_blocks_in_all: int
     wants_decode: bool
+
+    def fits(self, worker: Candidate) -> bool:
+        """Whether the worker's cache, were it empty, could hold what comes to it."""
+        is_kept = self.wants_decode and Role.DECODE in worker.role
+        return worker.num_blocks >= (self.num_blocks_in_all if is_kept else self.num_blocks)
 
 
 def place(workers: Sequence[Candidate], demand: Demand, avoid: Collection[WorkerId], rng: random.Random) -> Placement:
-    """Workers to `avoid` are taken only if there is no other. Ties are broken at random, so that routers do not herd.
+    """Workers to `avoid`, or whose cache is too small, are taken only if there is no other (the latter will refuse).
+
+    Ties are broken at random, so that routers do not herd.
 
     Raises:
         NoWorker: says which role is missing.
     """
-    prefill = _fitting(workers, Role.PREFILL, avoid)
+    prefill = _fitting(workers, Role.PREFILL, demand, avoid)
     if not prefill:
         raise NoWorker(f"no worker can prefill: {_why_not(workers, Role.PREFILL)}")
     if not demand.wants_decode:
         return Placement(_least_queued(prefill, rng), None)
-    pairs = {first.id: _partners(first, workers, avoid) for first in prefill}
+    pairs = {first.id: _partners(first, workers, demand, avoid) for first in prefill}
     with_partner = [first for first in prefill if pairs[first.id]]
     if not with_partner:
         raise NoWorker(f"no worker can decode: {_why_not(workers, Role.DECODE)}")
@@ -87,20 +96,25 @@ def place(workers: Sequence[Candidate], demand: Demand, avoid: Collection[Worker
 
 def can_serve(workers: Sequence[Candidate]) -> bool:
     """Whether any request could be placed."""
-    return any(_partners(first, workers, ()) for first in _fitting(workers, Role.PREFILL, ()))
+    anything = Demand(num_blocks=0, num_blocks_in_all=0, wants_decode=True)
+    prefill = _fitting(workers, Role.PREFILL, anything, ())
+    return any(_partners(first, workers, anything, ()) for first in prefill)
 
 
-def _fitting(workers: Sequence[Candidate], role: Role, avoid: Collection[WorkerId]) -> list[Candidate]:
-    fitting = [worker for worker in workers if worker.is_ready and role in worker.role]
+def _fitting(workers: Sequence[Candidate], role: Role, demand: Demand, avoid: Collection[WorkerId]) -> list[Candidate]:
+    ready = [worker for worker in workers if worker.is_ready and role in worker.role]
+    fitting = [worker for worker in ready if demand.fits(worker)] or ready
     return [worker for worker in fitting if worker.id not in avoid] or fitting
 
 
-def _partners(first: Candidate, workers: Sequence[Candidate], avoid: Collection[WorkerId]) -> list[Candidate]:
+def _partners(
+    first: Candidate, workers: Sequence[Candidate], demand: Demand, avoid: Collection[WorkerId]
+) -> list[Candidate]:
     """Workers that can decode what `first` prefills."""
     if Role.DECODE in first.role:
         return [first]
     same_layout = [worker for worker in workers if worker.fingerprint == first.fingerprint]
-    return _fitting(same_layout, Role.DECODE, avoid)
+    return _fitting(same_layout, Role.DECODE, demand, avoid)
 
 
 def _least_queued(workers: Sequence[Candidate], rng: random.Random) -> Candidate:

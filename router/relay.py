@@ -60,8 +60,8 @@ class Progress:
         """Whether more than the one token that prefill samples is wanted."""
         return self.request.sampling.max_tokens - len(self.emitted) > 1
 
-    def end_attempt(self) -> bool:
-        """Looks at the last message only: whether it ends the answer."""
+    def is_complete(self) -> bool:
+        """Whether the answer has ended. Reads the last message only."""
         if self.raw_messages:
             self._set_last(self.raw_messages[-1])
         return self.last is not None
@@ -125,7 +125,12 @@ class Relay:
         """Waits a little for a worker to come (back), if none fits now."""
         give_up_at = time.monotonic() + self._policy.wait_for_worker_s
         while True:
-            demand = Demand(self._num_blocks(len(progress.token_ids)), progress.wants_decode)
+            num_tokens_in_all = len(progress.request.token_ids) + progress.request.sampling.max_tokens
+            demand = Demand(
+                num_blocks=self._num_blocks(len(progress.token_ids)),
+                num_blocks_in_all=self._num_blocks(num_tokens_in_all) - 1,
+                wants_decode=progress.wants_decode,
+            )
             try:
                 return place(self._table.snapshot(), demand, progress.avoid, self._rng)
             except NoWorker:
@@ -151,7 +156,7 @@ class Relay:
         finally:
             dispatch.end()
         progress.clock.last_token()
-        if not progress.end_attempt():
+        if not progress.is_complete():
             raise ended_early(attempt.placement.workers[-1])
 
     async def _prepare_next(self, progress: Progress, attempt: Attempt, failure: AttemptFailed) -> None:

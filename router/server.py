@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import signal
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,20 +18,19 @@ from model.demo_models import default_cache
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import workers_pb2_grpc
-from protos.serve import GrpcServer, serve_metrics
+from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from router.card import ModelCard
 from router.config import RouterConfig
-from router.fleet_service import PoolsService, WorkersService
 from router.links import Links
 from router.metrics import WorkersCollector
 from router.placement import can_serve
+from router.pools_service import PoolsService, WorkersService
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
-_ENDING = (signal.SIGTERM, signal.SIGINT)
 _LOOK_S = 0.5  # a worker that has fallen silent changes nothing by itself
 
 
@@ -58,17 +55,9 @@ async def serve_router(config: RouterConfig) -> None:
     """
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     card = await asyncio.to_thread(load_card, config.model, folder)
-    with _signals() as (first, second):
-        async with Router(config, card) as router:
-            logger.info("serving %s at %s", card.name, router.address)
-            await first.wait()
-            logger.info("draining: %d requests are in flight", router.inference.num_in_flight)
-            draining = asyncio.create_task(router.drain())
-            again = asyncio.create_task(second.wait())
-            await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
-            for task in (draining, again):
-                task.cancel()
-            await asyncio.wait([draining, again])
+    async with Router(config, card) as router:
+        logger.info("serving %s at %s", card.name, router.address)
+        await drain_on_signal(router.drain)
 
 
 class Router:
@@ -115,6 +104,7 @@ class Router:
     async def drain(self) -> None:
         """Refuses new requests and lets those in flight finish, for up to `drain_s`. Workers stay registered."""
         self.inference.is_draining = True
+        logger.info("draining: %d requests are in flight", self.inference.num_in_flight)
         await self._server.stop(self._config.drain_s)
 
     def _watch(self, stack: AsyncExitStack) -> None:
@@ -133,20 +123,6 @@ class Router:
             for worker_id in self.table.silent():
                 await self._links.give_up(worker_id)
             await self.table.wait_changed(_LOOK_S)
-
-
-@contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Set by the first signal to end, and by any further one."""
-    first, second = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in _ENDING:
-        loop.add_signal_handler(number, lambda: (second if first.is_set() else first).set())
-    try:
-        yield first, second
-    finally:
-        for number in _ENDING:
-            loop.remove_signal_handler(number)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

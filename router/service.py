@@ -7,13 +7,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
-import grpc.aio
 
 from model.chat_template import ChatRejected, NoChatTemplate
 from protos import inference_pb2 as pb
+from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from router import metrics
 from router.card import ModelCard
@@ -21,9 +21,9 @@ from router.messages import model_message
 from router.relay import Relay
 from router.timeline import RequestClock
 from router.validation import (
-    Draft,
     Prompt,
     TokenLimit,
+    UnresolvedRequest,
     chat_prompt,
     check_chat,
     check_deadline,
@@ -34,8 +34,6 @@ from router.validation import (
     text_prompt,
 )
 from router.workers import WorkerTable
-
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "pdserve.v1.Inference"
 
@@ -90,18 +88,18 @@ class InferenceService:
         check_model(message.model if message.HasField("model") else None, self._card)
         return model_message(self._card, self._table.layout)
 
-    async def _answer(self, check: Callable[[], Draft], context: Context) -> AsyncGenerator[bytes, None]:
+    async def _answer(self, check: Callable[[], UnresolvedRequest], context: Context) -> AsyncGenerator[bytes, None]:
         clock, remaining_s = RequestClock(), context.time_remaining()
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
         with _outcome_counted():
             if self.is_draining:
                 raise Unavailable("the router is about to stop; ask another one, or again later")
             check_deadline(remaining_s)
-            draft = check()
-            with self._claimed(draft.request_id):
-                token_ids = await self._tokenized(draft.prompt)
+            unresolved = check()
+            with self._claimed(unresolved.request_id):
+                token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
-                request = resolve(draft, token_ids, self._card, self._limit(), secrets.randbits(63))
+                request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
                 async with aclosing(self._relay.messages(request, clock, deadline_at)) as messages:
                     async for raw in messages:
                         yield raw

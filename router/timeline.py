@@ -102,12 +102,12 @@ def _stages(served: Served, clock: RequestClock) -> list[pb.Stage]:
     token_s = clock.attempt_token_at - clock.received_at
     if (prefill := served.placement.prefill) is not None and (stats := served.prefill) is not None:
         name = prefill.id.name
-        computed_s = placed_s + stats.queue_s
+        prefill_s = placed_s + stats.queue_s
         stages.append(pb.Stage(name="queue", worker_id=name, start_s=placed_s, duration_s=stats.queue_s))
-        stages.append(pb.Stage(name="prefill", worker_id=name, start_s=computed_s, duration_s=stats.compute_s))
+        stages.append(pb.Stage(name="prefill", worker_id=name, start_s=prefill_s, duration_s=stats.compute_s))
         if served.is_disaggregated:
-            over_s = computed_s + stats.compute_s
-            stages.append(pb.Stage(name="handover", worker_id=name, start_s=over_s, duration_s=stats.handover_s))
+            handover_s = prefill_s + stats.compute_s
+            stages.append(pb.Stage(name="handover", worker_id=name, start_s=handover_s, duration_s=stats.handover_s))
     if (decode := served.placement.decode) is not None and (done := served.decode) is not None:
         name, end_s = decode.id.name, clock.last_token_at - clock.received_at
         if served.placement.prefill is None:

@@ -31,7 +31,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class UnresolvedRequest:
     """A request that is well formed as far as can be told without its tokens."""
 
     request_id: str
@@ -56,7 +56,9 @@ class TokenLimit:
     reason: str
 
 
-def check_generate(message: pb.GenerateRequest, card: ModelCard, max_prompt_bytes: int, new_id: str) -> Draft:
+def check_generate(
+    message: pb.GenerateRequest, card: ModelCard, max_prompt_bytes: int, new_id: str
+) -> UnresolvedRequest:
     """`new_id` is taken if the client gave none."""
     check_model(message.model if message.HasField("model") else None, card)
     match message.WhichOneof("prompt"):
@@ -66,32 +68,34 @@ def check_generate(message: pb.GenerateRequest, card: ModelCard, max_prompt_byte
             prompt = _ids_prompt(message.token_ids.ids, card)
         case _:
             raise InvalidArgument("there is no prompt: set text or token_ids", field="prompt")
-    return Draft(_request_id(message, new_id), prompt, message.sampling)
+    return UnresolvedRequest(_request_id(message, new_id), prompt, message.sampling)
 
 
-def check_chat(message: pb.ChatRequest, card: ModelCard, max_prompt_bytes: int, new_id: str) -> Draft:
+def check_chat(message: pb.ChatRequest, card: ModelCard, max_prompt_bytes: int, new_id: str) -> UnresolvedRequest:
     check_model(message.model if message.HasField("model") else None, card)
     prompt = chat_prompt(message.messages, max_prompt_bytes)
-    return Draft(_request_id(message, new_id), prompt, message.sampling)
+    return UnresolvedRequest(_request_id(message, new_id), prompt, message.sampling)
 
 
-def resolve(draft: Draft, token_ids: Iterable[int], card: ModelCard, limit: TokenLimit, drawn_seed: int) -> Request:
+def resolve(
+    unresolved: UnresolvedRequest, token_ids: Iterable[int], card: ModelCard, limit: TokenLimit, drawn_seed: int
+) -> Request:
     """`drawn_seed` is taken if the client gave none, so that a retry continues the same text."""
     ids = tuple(token_ids)
     if not ids:
         raise InvalidArgument(
-            f"{draft.prompt.field} has no tokens; a prompt needs at least one", field=draft.prompt.field
+            f"{unresolved.prompt.field} has no tokens; a prompt needs at least one", field=unresolved.prompt.field
         )
-    _check_length(draft.prompt.field, len(ids), limit)
+    _check_length(unresolved.prompt.field, len(ids), limit)
     room = limit.num_tokens - len(ids)
-    sampling = _sampling(draft.sampling, card, room, drawn_seed)
+    sampling = _sampling(unresolved.sampling, card, room, drawn_seed)
     if sampling.max_tokens > room:
         raise InvalidArgument(
             f"sampling.max_tokens is {sampling.max_tokens}; it must be at most {room}: "
             f"{limit.reason} holds {limit.num_tokens} tokens, and the prompt has {len(ids)}",
             field="sampling.max_tokens",
         )
-    return Request(draft.request_id, ids, sampling)
+    return Request(unresolved.request_id, ids, sampling)
 
 
 def context_limit(card: ModelCard) -> TokenLimit:

@@ -122,8 +122,8 @@ class WorkerTable:
             known.commands.put_nowait(
                 None if same_process else Replaced(f"another process has registered as {profile.id.name!r}")
             )
-        worker = Worker(profile, role, load, self._clock())
-        self._workers[profile.id.name] = worker
+        self._workers = {name: other for name, other in self._workers.items() if not self._is_forgotten(other)}
+        worker = self._workers[profile.id.name] = Worker(profile, role, load, self._clock())
         self._notify()
         return worker
 
@@ -161,7 +161,7 @@ class WorkerTable:
         """
         worker = self._workers.get(name)
         if worker is None or worker.load.state is WorkerState.LOST:
-            names = ", ".join(worker.profile.id.name for worker in self.workers() if worker.load.state.value < 3)
+            names = ", ".join(sorted(worker.profile.id.name for worker in self._present()))
             raise NotFound(f"no worker {name!r} is registered; there are: {names or 'none'}", field="worker_id")
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
@@ -185,12 +185,9 @@ class WorkerTable:
         return [self._candidate(worker) for worker in self._workers.values()]
 
     def workers(self) -> list[Worker]:
-        """By name, with those that were lost lately."""
-        oldest = self._clock() - _REMEMBER_LOST_S
-        for name, worker in list(self._workers.items()):
-            if worker.load.state is WorkerState.LOST and worker.reported_at < oldest and not worker.dispatches:
-                del self._workers[name]
-        return sorted(self._workers.values(), key=lambda worker: worker.profile.id.name)
+        """By name, with those that were lost lately. Changes nothing: metrics are read in a thread of their own."""
+        workers = [worker for worker in list(self._workers.values()) if not self._is_forgotten(worker)]
+        return sorted(workers, key=lambda worker: worker.profile.id.name)
 
     def age_s(self, worker: Worker) -> float:
         return self._clock() - worker.reported_at
@@ -223,6 +220,10 @@ class WorkerTable:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _is_forgotten(self, worker: Worker) -> bool:
+        was_lost = worker.load.state is WorkerState.LOST and self.age_s(worker) > _REMEMBER_LOST_S
+        return was_lost and not worker.dispatches
+
     def _present(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.load.state is not WorkerState.LOST]
 
@@ -244,6 +245,7 @@ class WorkerTable:
             role=worker.role,
             is_ready=self._is_ready(worker),
             fingerprint=worker.profile.layout.fingerprint,
+            num_blocks=worker.profile.num_blocks,
             num_queued_tokens=load.queued_prefill_tokens + sum(each.num_tokens for each in unreported),
             num_active=max(load.num_running + load.num_waiting, num_decoding),
             num_free_blocks=load.num_free_blocks - sum(each.num_blocks for each in coming if each.decode is worker),

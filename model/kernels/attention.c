@@ -6,7 +6,8 @@
 enum { MAX_D = 256, KEYS = 64, MAX_ROWS = 48 };
 
 /* Norm over one head, if the family has one (weight), then the rotation. */
-static void rotate(const float *in, const float *weight, float eps, const float *cosine, const float *sine, long D, float *out) {
+static void rotate(const float *in, const float *weight, float eps, const float *cosine, const float *sine, long D,
+                   float *out) {
     float scaled[MAX_D];
     memcpy(scaled, in, D * sizeof(float));
     if (weight != NULL) {
@@ -37,7 +38,8 @@ static void store_piece(const void *job, long piece) {
     const struct store *s = job;
     const long D = s->D, B = s->B, size = bytes_of(s->type);
     for (long t = piece * TOKENS; t < MIN(s->T, (piece + 1) * TOKENS); t++) {
-        const float *in = s->qkv + t * (s->Q + 2 * s->H) * D, *cosine = s->cosines + t * D / 2, *sine = s->sines + t * D / 2;
+        const float *in = s->qkv + t * (s->Q + 2 * s->H) * D;
+        const float *cosine = s->cosines + t * D / 2, *sine = s->sines + t * D / 2;
         float *query = s->queries + t * s->Q * D, key[MAX_D];
         for (long q = 0; q < s->Q; q++, in += D, query += D) rotate(in, s->query_norm, s->eps, cosine, sine, D, query);
         for (long h = 0; h < s->H; h++, in += D) {
@@ -55,19 +57,9 @@ static void store_piece(const void *job, long piece) {
 void store(const float *qkv, long T, long Q, long H, long D, long B, const float *cosines, const float *sines,
            const float *query_norm, const float *key_norm, float eps, const int64_t *slots, int type, char *cache,
            float *queries, int num_threads) {
-    const struct store job = {qkv, T, Q, H, D, B, cosines, sines, query_norm, key_norm, eps, slots, type, cache, queries};
+    const struct store job = {qkv,        T,        Q,   H,     D,    B,     cosines, sines,
+                              query_norm, key_norm, eps, slots, type, cache, queries};
     in_pieces(store_piece, &job, ceil_div(T, TOKENS), threads_for(T * (Q + 2 * H) * D, num_threads));
-}
-
-/* D elements to floats, and zeros up to the next multiple of 8. */
-INLINE void widen(int type, const char *from, long D, float *to) {
-    long d = 0;
-    for (; d + 8 <= D; d += 8) _mm256_storeu_ps(to + d, load8(type, from + d * bytes_of(type)));
-    if (d < D) {
-        char padded[32] = {0};
-        memcpy(padded, from + d * bytes_of(type), (D - d) * bytes_of(type));
-        _mm256_storeu_ps(to + d, load8(type, padded));
-    }
 }
 
 /* out[m rows, n vectors] += weights[m rows, KEYS] times values[num_keys, ld], for the columns at `out` and `values`. */
@@ -87,20 +79,23 @@ INLINE void add_values(int m, int n, const float *weights, const float *values, 
     for (int i = 0; i < m * n; i++) _mm256_storeu_ps(out + i / n * ld + i % n * 8, sum[i]);
 }
 
-static void add_weighted(const float *weights, const float *values, long num_rows, long num_keys, float *out, long ld) {
-    long row = 0;
-#define COLUMNS(m)                                                                                         \
-    for (long d = 0; d < ld; d += 16)                                                                      \
-        if (d + 16 <= ld) add_values(m, 2, weights + row * KEYS, values + d, num_keys, out + row * ld + d, ld); \
-        else add_values(m, 1, weights + row * KEYS, values + d, num_keys, out + row * ld + d, ld);
-    for (; row + 4 <= num_rows; row += 4) { COLUMNS(4) }
-    if (num_rows - row == 3) { COLUMNS(3) }
-    if (num_rows - row == 2) { COLUMNS(2) }
-    if (num_rows - row == 1) { COLUMNS(1) }
+INLINE void add_rows(int m, const float *weights, const float *values, long num_keys, float *out, long ld) {
+    long d = 0;
+    for (; d + 16 <= ld; d += 16) add_values(m, 2, weights, values + d, num_keys, out + d, ld);
+    if (d < ld) add_values(m, 1, weights, values + d, num_keys, out + d, ld);
 }
 
-/* Scores of one row over `count` keys, of which it sees the first `num_seen`, become weights e^(score - highest); those of
- * the rest 0. `highest` and `total` go on from the keys before; returns what to scale the sum so far by. */
+/* out[num_rows, ld] += weights[num_rows, KEYS] times values[num_keys, ld] */
+static void add_weighted(const float *weights, const float *values, long num_rows, long num_keys, float *out, long ld) {
+    for (; num_rows >= 4; num_rows -= 4, weights += 4 * KEYS, out += 4 * ld)
+        add_rows(4, weights, values, num_keys, out, ld);
+    if (num_rows == 3) add_rows(3, weights, values, num_keys, out, ld);
+    if (num_rows == 2) add_rows(2, weights, values, num_keys, out, ld);
+    if (num_rows == 1) add_rows(1, weights, values, num_keys, out, ld);
+}
+
+/* Scores of one row over `count` keys, of which it sees the first `num_seen`, become weights e^(score - highest); those
+ * of the rest 0. `highest` and `total` go on from the keys before; returns what to scale the sum so far by. */
 static float soften(float *scores, long num_seen, long count, float *highest, float *total) {
     const long padded = (MAX(num_seen, 0) + 7) & ~7L;
     for (long key = padded; key < count; key++) scores[key] = 0;
@@ -123,10 +118,10 @@ static float soften(float *scores, long num_seen, long count, float *highest, fl
     return scale;
 }
 
-/* `num_tokens` consecutive queries, the first at `position`, over the keys and values of one KV head. queries and out are
- * [num_tokens, Q, D], at the first of the G heads; cache is that of the layer, at the KV head. */
-static void attend(const float *queries, long num_tokens, long position, const int *table, const char *cache, int type, long Q,
-                   long H, long G, long B, long D, float *out) {
+/* `num_tokens` consecutive queries, the first at `position`, over the keys and values of one KV head. queries and out
+ * are [num_tokens, Q, D], at the first of the G heads; cache is that of the layer, at the KV head. */
+static void attend(const float *queries, long num_tokens, long position, const int *table, const char *cache, int type,
+                   long Q, long H, long G, long B, long D, float *out) {
     const long ld = (D + 7) & ~7L, num_rows = num_tokens * G, num_keys = position + num_tokens, size = bytes_of(type);
     float query[MAX_ROWS * ld], sum[MAX_ROWS * ld], keys[KEYS * ld], values[KEYS * ld], scores[MAX_ROWS * KEYS];
     float highest[MAX_ROWS], total[MAX_ROWS];
@@ -138,11 +133,10 @@ static void attend(const float *queries, long num_tokens, long position, const i
     }
     for (long first = 0; first < num_keys; first += KEYS) {
         const long count = MIN(KEYS, num_keys - first);
-        for (long i = 0; i < count; i++) {
-            const long token = first + i;
+        for (long token = first; token < first + count; token++) {
             const char *key = cache + ((long)table[token / B] * H * 2 * B + token % B) * D * size;
-            widen(type, key, D, keys + i * ld);
-            widen(type, key + B * D * size, D, values + i * ld);
+            widen(type, key, D, keys + (token - first) * ld);
+            widen(type, key + B * D * size, D, values + (token - first) * ld);
         }
         multiply(F32, query, ld, num_rows, (const char *)keys, count, ld, scores, KEYS, 0);
         for (long row = 0; row < num_rows; row++) {
@@ -166,13 +160,14 @@ struct attention {
     const int *starts, *context_lens, *tables;
     long table_len;
     float *out;
-    long most;              /* tokens whose queries are worked on together */
+    long most;               /* tokens whose queries are worked on together */
     const long *first_piece; /* of each chunk, for one KV head */
 };
 
 static void attention_piece(const void *job, long p) {
     const struct attention *a = job;
-    const long piece = a->first_piece[a->S] - 1 - p / a->H, h = p % a->H; /* the last first: it has the longest context */
+    const long h = p % a->H;
+    const long piece = a->first_piece[a->S] - 1 - p / a->H; /* the last first: it has the longest context */
     const long G = a->Q / a->H, bytes = bytes_of(a->type);
     long s = 0, end = a->S;
     while (end - s > 1) *(piece < a->first_piece[(s + end) / 2] ? &end : &s) = (s + end) / 2;
@@ -182,10 +177,11 @@ static void attention_piece(const void *job, long p) {
            a->cache + h * 2 * a->B * a->D * bytes, a->type, a->Q, a->H, G, a->B, a->D, a->out + offset);
 }
 
-/* Every token of S chunks over its context. Chunk s has queries [starts[s], starts[s + 1]), the last of them at position
- * context_lens[s] - 1, and block table tables[s, :]. queries and out are [T, Q, D]. */
-void attention(const float *queries, long Q, long H, long D, long B, int type, const char *cache, long S, const int *starts,
-               const int *context_lens, const int *tables, long table_len, float *out, int num_threads) {
+/* Every token of S chunks over its context. Chunk s has queries [starts[s], starts[s + 1]), the last of them at
+ * position context_lens[s] - 1, and block table tables[s, :]. queries and out are [T, Q, D]. */
+void attention(const float *queries, long Q, long H, long D, long B, int type, const char *cache, long S,
+               const int *starts, const int *context_lens, const int *tables, long table_len, float *out,
+               int num_threads) {
     const long most = MAX(1, MAX_ROWS / (Q / H));
     long first_piece[S + 1], work = 0;
     first_piece[0] = 0;
@@ -193,6 +189,7 @@ void attention(const float *queries, long Q, long H, long D, long B, int type, c
         first_piece[s + 1] = first_piece[s] + ceil_div(starts[s + 1] - starts[s], most);
         work += (starts[s + 1] - starts[s]) * context_lens[s] * Q * D;
     }
-    const struct attention job = {queries, Q, H, D, B, type, cache, S, starts, context_lens, tables, table_len, out, most, first_piece};
+    const struct attention job = {queries,      Q,      H,         D,   B,    type,       cache, S, starts,
+                                  context_lens, tables, table_len, out, most, first_piece};
     in_pieces(attention_piece, &job, first_piece[S] * H, threads_for(work, num_threads));
 }

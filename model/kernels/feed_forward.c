@@ -1,8 +1,8 @@
 #include "kernels.h"
 #include <math.h>
 
-/* E experts of one layer: gate and up are [I, K], down is [K, I]. Rows [start[e], start[e + 1]) of x[P, K] belong to expert e.
- * hidden is [2, P, I]: gates, then ups. Experts without rows are not read. */
+/* E experts of one layer: gate and up are [I, K], down is [K, I]. Rows [start[e], start[e + 1]) of x[P, K] belong to
+ * expert e. hidden is [2, P, I]: gates, then ups. Experts without rows are not read. */
 struct experts {
     const float *x;
     long E, K, I;
@@ -14,18 +14,22 @@ struct experts {
     long piece, num_pieces; /* rows of a matrix, and pieces of one */
 };
 
+INLINE void silu_times8(float *gate, const float *up) {
+    __m256 v = _mm256_loadu_ps(gate);
+    __m256 divisor = _mm256_add_ps(_mm256_set1_ps(1), exp8(_mm256_sub_ps(_mm256_setzero_ps(), v)));
+    _mm256_storeu_ps(gate, _mm256_mul_ps(_mm256_div_ps(v, divisor), _mm256_loadu_ps(up)));
+}
+
 /* gate = silu(gate) * up for M rows of n, ld apart */
 static void silu_times(float *gate, const float *up, long ld, long M, long n) {
-    for (long m = 0; m < M; m++) {
-        for (long i = 0; i < n; i += 8) {
-            float *g = gate + m * ld + i, in[16] = {0};
-            const long count = MIN(8, n - i);
-            memcpy(in, g, count * sizeof(float));
-            memcpy(in + 8, up + m * ld + i, count * sizeof(float));
-            __m256 v = _mm256_loadu_ps(in);
-            __m256 divisor = _mm256_add_ps(_mm256_set1_ps(1), exp8(_mm256_sub_ps(_mm256_setzero_ps(), v)));
-            _mm256_storeu_ps(in, _mm256_mul_ps(_mm256_div_ps(v, divisor), _mm256_loadu_ps(in + 8)));
-            memcpy(g, in, count * sizeof(float));
+    for (long m = 0; m < M; m++, gate += ld, up += ld) {
+        long i = 0;
+        for (; i + 8 <= n; i += 8) silu_times8(gate + i, up + i);
+        if (i < n) {
+            float last[16] = {0};
+            memcpy(last, gate + i, (n - i) * sizeof(float)), memcpy(last + 8, up + i, (n - i) * sizeof(float));
+            silu_times8(last, last + 8);
+            memcpy(gate + i, last, (n - i) * sizeof(float));
         }
     }
 }
@@ -64,15 +68,17 @@ static void swiglu(struct experts e, int num_threads) {
 void feed_forward(const float *x, long T, long K, long I, int type, const char *gate, const char *up, const char *down,
                   float *hidden, float *y, int num_threads) {
     const long start[] = {0, T};
-    swiglu((struct experts){x, 1, K, I, type, &gate, &up, &down, start, hidden, y, 1, 0, 0}, threads_for(T * K * I, num_threads));
+    swiglu((struct experts){x, 1, K, I, type, &gate, &up, &down, start, hidden, y, 1, 0, 0},
+           threads_for(T * K * I, num_threads));
 }
 
-/* The mixture: k of the E experts for each token. Pair p is token p / k and one of its experts; pairs are sorted by expert. */
+/* The mixture: k of the E experts for each token. Pair p is token p / k and one of its experts; pairs are sorted by
+ * expert. */
 struct mixture {
     const float *x;
     long T, K, E, k;
     int type;
-    const char *router; /* [E, K] */
+    const char *router;                       /* [E, K] */
     float *y, *sorted, *out, *share, *logits; /* [T, K], [P, K], [P, K], [P], [T, E] */
     int *chosen, *row;                        /* of each pair: expert, and row in `sorted` and `out` */
 };
@@ -121,19 +127,22 @@ static void scatter_piece(const void *job, long piece) {
     }
 }
 
-/* y[T, K] += what the experts of each token give, by their shares. work has room for P = T * k rows of 2 K + 2 I + 3 floats
- * and T rows of E; load[E] returns the tokens of each expert. */
-void mixture(const float *x, long T, long K, long I, long E, long k, int type, const char *router, const char *const *gate,
-             const char *const *up, const char *const *down, float *work, long *load, float *y, int num_threads) {
+/* y[T, K] += what the experts of each token give, by their shares. work has room for P = T * k rows of 2 K + 2 I + 3
+ * floats and T rows of E; load[E] returns the tokens of each expert. */
+void mixture(const float *x, long T, long K, long I, long E, long k, int type, const char *router,
+             const char *const *gate, const char *const *up, const char *const *down, float *work, long *load, float *y,
+             int num_threads) {
     const long P = T * k, num_pieces = ceil_div(T, TOKENS);
-    float *sorted = work, *out = sorted + P * K, *hidden = out + P * K, *share = hidden + 2 * P * I, *logits = share + P;
+    float *sorted = work, *out = sorted + P * K, *hidden = out + P * K, *share = hidden + 2 * P * I,
+          *logits = share + P;
     int *chosen = (int *)(logits + T * E);
     const struct mixture m = {x, T, K, E, k, type, router, y, sorted, out, share, logits, chosen, chosen + P};
     long start[E + 1];
     in_pieces(choose_piece, &m, num_pieces, threads_for(P * K, num_threads));
     sort_by_expert(&m, start);
     in_pieces(gather_piece, &m, num_pieces, threads_for(P * K, num_threads));
-    swiglu((struct experts){sorted, E, K, I, type, gate, up, down, start, hidden, out, 0, 0, 0}, threads_for(P * K * I, num_threads));
+    swiglu((struct experts){sorted, E, K, I, type, gate, up, down, start, hidden, out, 0, 0, 0},
+           threads_for(P * K * I, num_threads));
     in_pieces(scatter_piece, &m, num_pieces, threads_for(P * K, num_threads));
     for (long e = 0; e < E; e++) load[e] = start[e + 1] - start[e];
 }

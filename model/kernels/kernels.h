@@ -1,7 +1,7 @@
 /* What the kernels share: element types of weights and caches, vectors of eight floats, and the matrix product.
  *
- * Activations are float. Weights and caches are read as they are stored and widened in registers. Sums are taken in an order
- * that depends on the length of a row alone, so a token's result does not depend on what else is in the batch.
+ * Activations are float. Weights and caches are read as they are stored and widened in registers. Sums are taken in an
+ * order that depends on the length of a row alone, so a token's result does not depend on what else is in the batch.
  * Matrices are row-major; a shape in brackets follows the name. */
 #pragma once
 #include <immintrin.h>
@@ -21,6 +21,17 @@ INLINE __m256 load8(int type, const char *from) {
     __m128i half = _mm_loadu_si128((const __m128i *)from);
     if (type == F16) return _mm256_cvtph_ps(half);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+/* n elements to floats, and zeros up to the next multiple of 8. */
+INLINE void widen(int type, const char *from, long n, float *to) {
+    long i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, load8(type, from + i * bytes_of(type)));
+    if (i < n) {
+        char padded[32] = {0};
+        memcpy(padded, from + i * bytes_of(type), (n - i) * bytes_of(type));
+        _mm256_storeu_ps(to + i, load8(type, padded));
+    }
 }
 
 INLINE void store1(int type, char *to, float value) {
@@ -47,7 +58,8 @@ INLINE float sum8(__m256 v) {
 INLINE __m256 exp8(__m256 x) {
     __m256 not_zero = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_GE_OQ);
     x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.0f)), _mm256_set1_ps(88.0f));
-    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 n =
+        _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
     const float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
@@ -57,12 +69,12 @@ INLINE __m256 exp8(__m256 x) {
     return _mm256_and_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(power)), not_zero);
 }
 
-/* y[m, n] (+)= x[m, :] . w[n, :] for m < M, n < N, on the calling thread. Rows of x, w and y are ldx, K and ldy elements
- * apart; w is of `type`. With `add` the product is added to y. */
+/* y[m, n] (+)= x[m, :] . w[n, :] for m < M, n < N, on the calling thread. Rows of x, w and y are ldx, K and ldy
+ * elements apart; w is of `type`. With `add` the product is added to y. */
 void multiply(int type, const float *x, long ldx, long M, const char *w, long N, long K, float *y, long ldy, int add);
 
-/* Calls function(job, 0) to function(job, num_pieces - 1), in any order, on up to num_threads threads, and returns when all
- * have. */
+/* Calls function(job, 0) to function(job, num_pieces - 1), in any order, on up to num_threads threads, and returns when
+ * all have. */
 typedef void piece_of_job(const void *job, long piece);
 void in_pieces(piece_of_job *function, const void *job, long num_pieces, int num_threads);
 
@@ -71,9 +83,9 @@ INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 /* Threads worth waking for so many multiplications. */
 INLINE int threads_for(long work, int num_threads) { return work < 1 << 17 ? 1 : num_threads; }
 
-/* Rows of w that one thread takes at a time: they stay in its cache while all rows of x pass by, and every thread gets
- * several such pieces. */
+/* Rows of w that one thread takes at a time: they stay in its cache while all rows of x pass by, every thread gets
+ * several such pieces, and they can be worked on by two, three or four. */
 INLINE long rows_per_piece(int type, long N, long K, int num_threads) {
-    long in_cache = (192 << 10) / (K * bytes_of(type));
-    return MAX(8, MIN(in_cache, N / (4 * num_threads)) & ~7L);
+    const long in_cache = (128 << 10) / (K * bytes_of(type)), most = MIN(in_cache, N / (4 * num_threads));
+    return MAX(24, most / 24 * 24);
 }

@@ -29,7 +29,8 @@ static void linear_piece(const void *job, long p) {
     multiply(l->type, l->x, l->K, l->M, w, n, l->K, y, l->ldy, l->add || bias != NULL);
 }
 
-/* y[M, sum of N] (+)= x[M, K] times the rows of several matrices w[i][N[i], K] side by side, plus bias[i][N[i]] or NULL. */
+/* y[M, sum of N] (+)= x[M, K] times the rows of several matrices w[i][N[i], K] side by side, plus bias[i][N[i]] or
+ * NULL. */
 void linear(const float *x, long M, long K, int type, int num_parts, const char *const *w, const float *const *bias,
             const long *N, float *y, int add, int num_threads) {
     long num_rows = 0, num_pieces = 0;

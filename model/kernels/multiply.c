@@ -1,6 +1,6 @@
 #include "kernels.h"
 
-enum { TILE = 6, K_BLOCK = 768, AHEAD = 32 };
+enum { MOST_ROWS = 6, K_BLOCK = 768, AHEAD = 32, WORTH_WIDENING = 48 };
 
 /* Makes the compiler keep v in a register where it would rather load (and convert) it again for each use. */
 #define KEEP(v) __asm__("" : "+x"(v))
@@ -29,7 +29,8 @@ INLINE __m128 sum4(const __m256 *v) {
 
 /* m rows of x times n rows of w, ldw bytes apart. Rows of w that come next are fetched meanwhile: the hardware does not
  * see that far. */
-INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, long K, float *y, long ldy, int add) {
+INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, long K, float *y, long ldy,
+                 int add) {
     const long size = bytes_of(type);
     __m256 sum[12];
 #pragma GCC unroll 12
@@ -43,7 +44,7 @@ INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w
     }
     for (; k + 8 <= K; k += 8) step(type, m, n, x + k, ldx, w + k * size, ldw, sum);
     if (k < K) {
-        float last_x[TILE * 8] = {0};
+        float last_x[MOST_ROWS * 8] = {0};
         char last_w[8 * 32] = {0};
         for (int i = 0; i < m; i++) memcpy(last_x + i * 8, x + i * ldx + k, (K - k) * sizeof(float));
         for (int j = 0; j < n; j++) memcpy(last_w + j * 32, w + j * ldw + k * size, (K - k) * size);
@@ -60,28 +61,43 @@ INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w
 
 /* m rows of x times all N rows of w, n at a time: m * n sums, n weights and one x fit the 16 registers. */
 typedef void rows_of_x(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy, int add);
-#define ROWS(type, m, n)                                                                                                  \
-    static void rows_##type##_##m(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy, \
-                                  int add) {                                                                              \
-        long j = 0;                                                                                                       \
-        for (; j + n <= N; j += n) tile(type, m, n, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                        \
-        for (; j < N; j++) tile(type, m, 1, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                                \
+#define ROWS(type, m, n)                                                                                       \
+    static void rows_##type##_##m(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, \
+                                  long ldy, int add) {                                                         \
+        long j = 0;                                                                                            \
+        for (; j + n <= N; j += n) tile(type, m, n, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);             \
+        for (; j < N; j++) tile(type, m, 1, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                     \
     }
-#define ALL_ROWS(type) ROWS(type, 1, 4) ROWS(type, 2, 4) ROWS(type, 3, 3) ROWS(type, 4, 2) ROWS(type, 5, 2) ROWS(type, 6, 2)
-#define NAMES(type) {rows_##type##_1, rows_##type##_2, rows_##type##_3, rows_##type##_4, rows_##type##_5, rows_##type##_6}
-ALL_ROWS(F32)
-ALL_ROWS(BF16)
-ALL_ROWS(F16)
-static rows_of_x *const rows[3][TILE] = {NAMES(F32), NAMES(BF16), NAMES(F16)};
+#define ALL_ROWS(type, n4) \
+    ROWS(type, 1, 4) ROWS(type, 2, 4) ROWS(type, 3, 3) ROWS(type, 4, n4) ROWS(type, 5, 2) ROWS(type, 6, 2)
+#define NAMES(type) \
+    { rows_##type##_1, rows_##type##_2, rows_##type##_3, rows_##type##_4, rows_##type##_5, rows_##type##_6 }
+ALL_ROWS(F32, 3)
+ALL_ROWS(BF16, 2)
+ALL_ROWS(F16, 2)
+static rows_of_x *const rows[3][MOST_ROWS] = {NAMES(F32), NAMES(BF16), NAMES(F16)};
+
+/* The fastest tiles are 4 x 3, and 6 x 2 where weights have to be widened. */
+static void all_rows(int type, const float *x, long ldx, long M, const char *w, long N, long ldw, long K, float *y,
+                     long ldy, int add) {
+    const long num_tiles = ceil_div(M, type == F32 ? 4 : MOST_ROWS);
+    for (long i = 0, first = 0, next; i < num_tiles; i++, first = next) {
+        next = M * (i + 1) / num_tiles;
+        rows[type][next - first - 1](x + first * ldx, ldx, w, N, ldw, K, y + first * ldy, ldy, add);
+    }
+}
 
 void multiply(int type, const float *x, long ldx, long M, const char *w, long N, long K, float *y, long ldy, int add) {
-    const long size = bytes_of(type), num_tiles = (M + TILE - 1) / TILE, num_blocks = (K + K_BLOCK - 1) / K_BLOCK;
-    const long block = ((K + num_blocks - 1) / num_blocks + AHEAD - 1) & -AHEAD; /* a tile of x stays in the first cache */
+    const long size = bytes_of(type), num_blocks = ceil_div(K, K_BLOCK);
+    const long block = (ceil_div(K, num_blocks) + AHEAD - 1) & -AHEAD; /* a tile of x stays in the first cache */
+    float wide[type != F32 && M >= WORTH_WIDENING ? N * block : 1];    /* and these rows of w in the second */
     for (long k = 0; k < K; k += block) {
-        for (long i = 0; i < num_tiles; i++) {
-            long first = M * i / num_tiles, m = M * (i + 1) / num_tiles - first;
-            rows[type][m - 1](x + first * ldx + k, ldx, w + k * size, N, K * size, MIN(block, K - k), y + first * ldy, ldy,
-                              add || k > 0);
+        const long n = MIN(block, K - k);
+        if (type != F32 && M >= WORTH_WIDENING) {
+            for (long j = 0; j < N; j++) widen(type, w + (j * K + k) * size, n, wide + j * block);
+            all_rows(F32, x + k, ldx, M, (const char *)wide, N, block * sizeof(float), n, y, ldy, add || k > 0);
+        } else {
+            all_rows(type, x + k, ldx, M, w + k * size, N, K * size, n, y, ldy, add || k > 0);
         }
     }
 }

@@ -1,6 +1,6 @@
-"""The parts of a transformer computed by the C kernels: activations in float32, weights in place as the checkpoint has them.
+"""The parts of a transformer computed by the C kernels: activations in float32, weights as the checkpoint has them.
 
-Each part keeps the tensors that its pointers point into. Letters as in `model.linear`, `model.attention` and `model.moe`.
+Each part keeps the tensors that its pointers point into. Letters as in `model.linear`, `attention` and `moe`.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class KernelMoE:
         num_inputs, num_inner, num_experts, per_token, _ = self._sizes
         row = per_token * (2 * num_inputs + 2 * num_inner + 3) + num_experts
         work = x.new_empty(min(len(x), TOKENS_AT_ONCE) * row)
-        load = torch.empty((-(-len(x) // TOKENS_AT_ONCE), num_experts), dtype=torch.int64)
-        pieces = zip(x.split(TOKENS_AT_ONCE), add_to.split(TOKENS_AT_ONCE), load, strict=True)
-        for piece, target, counts in pieces:
+        pieces = tuple(zip(x.split(TOKENS_AT_ONCE), add_to.split(TOKENS_AT_ONCE), strict=True))
+        load = torch.empty((len(pieces), num_experts), dtype=torch.int64)
+        for (piece, target), counts in zip(pieces, load, strict=True):
             end = work.data_ptr(), counts.data_ptr(), target.data_ptr(), torch.get_num_threads()
             self._call(piece.data_ptr(), len(piece), *self._sizes, *self._matrices, *end)
         return load.sum(dim=0)
@@ -130,7 +130,9 @@ class KernelAttention:
         self, kernels: ctypes.CDLL, config: ModelConfig, cache: PagedKVCache, head_norms: Sequence[HeadNorms | None]
     ) -> None:
         self._store, self._attend = kernels.store, kernels.attention
-        self._norms = [(None, None) if norms is None else (_floats(norms.query), _floats(norms.key)) for norms in head_norms]
+        self._norms = [
+            (None, None) if norms is None else (_floats(norms.query), _floats(norms.key)) for norms in head_norms
+        ]
         self._eps = config.norm_eps
         self._shape = config.num_heads, config.num_kv_heads, config.head_dim, cache.layout.block_size
         self._type = TYPES[cache.memory.dtype]

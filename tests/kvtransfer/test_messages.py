@@ -14,43 +14,43 @@ SENDER = SenderIdentity("prefill-0", "s1")
 
 
 def test_layout() -> None:
-    sent = messages.layout_to_proto(LAYOUT).SerializeToString()
-    assert messages.layout_from_proto(decode_pb2.KVLayout.FromString(sent)) == LAYOUT
+    sent = messages.layout_to_message(LAYOUT).SerializeToString()
+    assert messages.layout_from_message(decode_pb2.KVLayout.FromString(sent)) == LAYOUT
 
 
 def test_layout_that_no_cache_can_have_is_the_callers_fault() -> None:
     with pytest.raises(InvalidArgument, match="num_layers is 0"):
-        messages.layout_from_proto(decode_pb2.KVLayout(dtype="float32"))
+        messages.layout_from_message(decode_pb2.KVLayout(dtype="float32"))
     with pytest.raises(InvalidArgument, match="dtype is ''"):
-        messages.layout_from_proto(decode_pb2.KVLayout())
+        messages.layout_from_message(decode_pb2.KVLayout())
 
 
 def test_description() -> None:
     description = PeerDescription("d1", "agent", b"\x00\xff", LAYOUT, 32, 2**63 + 5, -1)
-    sent = messages.description_to_proto(description).SerializeToString()
-    assert messages.description_from_proto(decode_pb2.PeerDescription.FromString(sent)) == description
+    sent = messages.description_to_message(description).SerializeToString()
+    assert messages.description_from_message(decode_pb2.PeerDescription.FromString(sent)) == description
 
 
 def test_reservation() -> None:
     reservation = Reservation("a", "r", SENDER, "f", 9, (b"one", b"\x00two"))
-    sent = messages.reservation_to_proto(reservation).SerializeToString()
-    assert messages.reservation_from_proto(decode_pb2.ReserveRequest.FromString(sent)) == reservation
+    sent = messages.reservation_to_message(reservation).SerializeToString()
+    assert messages.reservation_from_message(decode_pb2.ReserveRequest.FromString(sent)) == reservation
 
 
 def test_ticket() -> None:
     ticket = Ticket("t", "d1", 8, (3, 4, 9), (1, 1, 7), 2.5)
-    sent = messages.ticket_to_proto(ticket).SerializeToString()
-    assert messages.ticket_from_proto(decode_pb2.Ticket.FromString(sent)) == ticket
+    sent = messages.ticket_to_message(ticket).SerializeToString()
+    assert messages.ticket_from_message(decode_pb2.Ticket.FromString(sent)) == ticket
 
 
 def test_record() -> None:
     record = HandoverRecord("t", "a", "d1", "s1", "f", (1, 2), 9, 77, 9, 4096)
-    sent = messages.record_to_proto(record).SerializeToString()
-    assert messages.record_from_proto(decode_pb2.HandoverRecord.FromString(sent)) == record
+    sent = messages.record_to_message(record).SerializeToString()
+    assert messages.record_from_message(decode_pb2.HandoverRecord.FromString(sent)) == record
 
 
 def test_heartbeat() -> None:
-    sent = messages.heartbeat_to_proto(SENDER, ["t1", "t2"]).SerializeToString()
+    sent = messages.heartbeat_to_message(SENDER, ["t1", "t2"]).SerializeToString()
     received = decode_pb2.Heartbeat.FromString(sent)
     assert messages.heartbeat_sender(received) == SENDER
     assert list(received.ticket_ids) == ["t1", "t2"]

@@ -194,7 +194,7 @@ def test_headroom_is_kept_for_sequences_that_run_here() -> None:
 def test_lapsed_lease_is_quarantined_until_the_sender_has_stopped(desk: Desk) -> None:
     ticket = desk.reserve()
     desk.advance(8.9)
-    assert desk.receiver.num_live_tickets == 1
+    assert desk.receiver.num_reserved_blocks == 2
     desk.advance(0.2)
     assert (desk.receiver.num_reserved_blocks, desk.receiver.num_quarantined_blocks) == (0, 2)
     assert desk.failures == [("a", LeaseExpired)]
@@ -233,9 +233,9 @@ def test_heartbeat_of_another_process_start_renews_nothing(desk: Desk) -> None:
     desk.advance(8)
     assert desk.receiver.heartbeat(restarted, [ticket.ticket_id]) == [ticket.ticket_id]
     desk.receiver.release(ticket.ticket_id, restarted.epoch)
-    assert desk.receiver.num_live_tickets == 1
+    assert desk.receiver.num_reserved_blocks == 2
     desk.advance(1)
-    assert desk.receiver.num_live_tickets == 0
+    assert desk.receiver.num_reserved_blocks == 0
 
 
 def test_ticket_the_sender_never_learnt_of_comes_back(desk: Desk) -> None:

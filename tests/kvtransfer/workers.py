@@ -10,6 +10,7 @@ from typing import Any
 from kvtransfer import messages
 from kvtransfer.agent import TransferAgent
 from kvtransfer.errors import LayoutMismatch
+from kvtransfer.geometry import CacheSpan
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from kvtransfer.peer import PeerOptions
 from kvtransfer.receiver import Receiver, ReceiverOptions
@@ -19,8 +20,7 @@ from kvtransfer.transfer_thread import TransferOptions
 from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
 from protos import decode_pb2, decode_pb2_grpc
-from protos.channel import open_channel
-from protos.errors import Unimplemented
+from protos.errors import ServiceError, Unimplemented
 from protos.serve import GrpcServer
 from tests.kvtransfer.cache import LAYOUT, Cache
 
@@ -44,7 +44,7 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         self.epoch = epoch or secrets.token_hex(4)
         self.pool = BlockPool(cache.array.shape[1])
         self.committed: dict[str, ReceivedSequence] = {}
-        self.failed: dict[str, Exception] = {}
+        self.failed: dict[str, ServiceError] = {}
         self.num_heartbeats = 0
         self.mute = False  # heartbeats are answered but renew nothing
         self.answer_delay_s = 0.0  # from a ticket granted to its sending
@@ -67,10 +67,10 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         raise Unimplemented("there is no model here")
 
     async def Describe(self, request: Any, context: Any) -> Any:
-        difference = self.layout.difference(messages.layout_from_proto(request.layout))
+        difference = self.layout.difference(messages.layout_from_message(request.layout))
         if difference is not None:
             raise LayoutMismatch(f"the two KV layouts differ: {difference}")
-        return messages.description_to_proto(
+        return messages.description_to_message(
             PeerDescription(
                 epoch=self.epoch,
                 agent_name=self.agent.name,
@@ -83,12 +83,12 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         )
 
     async def Reserve(self, request: Any, context: Any) -> Any:
-        ticket = self.receiver.reserve(messages.reservation_from_proto(request))
+        ticket = self.receiver.reserve(messages.reservation_from_message(request))
         await asyncio.sleep(self.answer_delay_s)
-        return messages.ticket_to_proto(ticket)
+        return messages.ticket_to_message(ticket)
 
     async def Commit(self, request: Any, context: Any) -> Any:
-        self.committed[request.attempt_id] = self.receiver.commit(messages.record_from_proto(request))
+        self.committed[request.attempt_id] = self.receiver.commit(messages.record_from_message(request))
         return decode_pb2.CommitResponse()
 
     async def Release(self, request: Any, context: Any) -> Any:
@@ -119,12 +119,8 @@ class PrefillSide:
         self.sender = Sender(
             agent,
             self.pool,
-            layout,
-            cache.address,
-            self.pool.num_blocks,
-            "prefill-0",
-            secrets.token_hex(4),
-            open_channel,
+            CacheSpan(layout, cache.address, self.pool.num_blocks),
+            SenderIdentity("prefill-0", secrets.token_hex(4)),
             peer_options=FAST_PEER,
             transfer_options=TransferOptions(stall_s=stall_s),
         )

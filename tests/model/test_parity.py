@@ -114,13 +114,33 @@ def test_only_rows_that_want_a_token_have_logits(model: Model) -> None:
     close(found[0], model.expected(prompt))
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kernels", ["torch", "avx2", "mixed"])
 def test_bfloat16_is_near_float32_on_the_same_weights(family: str, kernels: str, tmp_path: Path) -> None:
     reference = build(family, tmp_path, torch.bfloat16)
     model = Model(reference, TorchRunner.load(tmp_path, num_blocks=128, block_size=BLOCK_SIZE, kernels=kernels))
     assert model.runner.layout.dtype == "bfloat16"
-    prompt, blocks = tokens(40), model.take_blocks(40)
-    model.logits(model.chunk(prompt, 0, 33, blocks))
-    found = model.logits(model.chunk(prompt, 33, 40, blocks))[0]
+    prompt, blocks = tokens(200), model.take_blocks(200)
+    model.logits(model.chunk(prompt, 0, 193, blocks))
+    found = model.logits(model.chunk(prompt, 193, 200, blocks))[0]
     expected = model.expected(prompt)
     assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_kernels_give_the_same_bits_however_tokens_are_batched(family: str, tmp_path: Path) -> None:
+    """What disaggregation rests on: chunks, batches and other sequences do not change a token's logits at all."""
+    model = Model(
+        build(family, tmp_path, torch.bfloat16),
+        TorchRunner.load(tmp_path, num_blocks=256, block_size=BLOCK_SIZE, kernels="avx2"),
+    )
+    prompt, other = tokens(150), tokens(90, seed=2)
+    whole = model.logits(model.chunk(prompt, 0, 150, model.take_blocks(150)))[0]
+    blocks, other_blocks = model.take_blocks(150), model.take_blocks(90)
+    for start, end in ((0, 1), (1, 60), (60, 67), (67, 149)):
+        model.logits(
+            model.chunk(other, 0, start + 1 if start < 90 else 90, other_blocks),
+            model.chunk(prompt, start, end, blocks),
+        )
+    decoded = model.logits(model.chunk(other, 0, 90, other_blocks), model.chunk(prompt, 149, 150, blocks))[1]
+    assert torch.equal(decoded, whole)

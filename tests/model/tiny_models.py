@@ -44,7 +44,7 @@ FAMILIES = ("llama", "llama3-rope", "linear-rope", "llama-bias", "qwen2", "qwen3
 
 
 def build(family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """Writes a model into the folder, with a stand-in for its tokenizer; returns it in float32, on the written weights."""
+    """Writes a model, with a stand-in for its tokenizer; returns it in float32, on the weights as written."""
     torch.manual_seed(seed)
     model = _random(family)
     for parameter in model.parameters():  # biases and norms of a fresh model are 0 and 1: that would hide mistakes
@@ -62,8 +62,10 @@ def _random(family: str) -> PreTrainedModel:
         return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16))
     if family == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**_SIZES, head_dim=8, num_local_experts=5, num_experts_per_tok=2))
-    special: dict[str, object] = {"llama": {}, "llama-bias": {"attention_bias": True}}.get(family, {})
-    if family == "llama3-rope":
+    special: dict[str, object] = {}
+    if family == "llama-bias":
+        special = {"attention_bias": True}
+    elif family == "llama3-rope":
         special = {"rope_parameters": _LLAMA3}
     elif family == "linear-rope":
         special = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.sender import Outgoing
+from kvtransfer.outgoing import Outgoing
 from model.block_pool import BlockPool
 from model.runner import SampledToken, StepOutput
 from model.sampling_params import SamplingParams
@@ -48,11 +48,9 @@ class Setup:
             self.pool, ask_for_ticket=self.asked.append, policy=policy, clock=lambda: self.now
         )
 
-    def add(self, name: str, prompt: list[int], *, needs_ticket: bool = False) -> PrefillSequence:
+    def add(self, name: str, prompt: list[int], *, decode: str | None = None) -> PrefillSequence:
         sequence = Sequence(name, list(prompt), len(prompt), SamplingParams(8), BLOCK_SIZE)
-        prefilling = PrefillSequence(
-            sequence, needs_ticket, lambda result: self.done.__setitem__(name, result), self.now
-        )
+        prefilling = PrefillSequence(sequence, decode, lambda result: self.done.__setitem__(name, result), self.now)
         self.scheduler.add(prefilling)
         return prefilling
 
@@ -101,7 +99,7 @@ def test_a_prompt_that_has_waited_overtakes_shorter_ones() -> None:
 
 def test_nothing_starts_without_its_ticket_but_others_go_on() -> None:
     setup = Setup()
-    waiting = setup.add("waiting", [1, 2], needs_ticket=True)
+    waiting = setup.add("waiting", [1, 2], decode="d")
     setup.add("free", [3, 4, 5])
     assert setup.asked == [waiting]
     assert setup.step(8) == [(0, 3)]
@@ -112,12 +110,44 @@ def test_nothing_starts_without_its_ticket_but_others_go_on() -> None:
 
 def test_tickets_are_asked_for_only_as_far_as_the_lookahead() -> None:
     setup = Setup(policy=PrefillPolicy(lookahead_tokens=10))
-    names = [setup.add(str(index), list(range(8)), needs_ticket=True) for index in range(4)]
+    names = [setup.add(str(index), list(range(8)), decode="d") for index in range(4)]
     assert setup.asked == names[:2]
     setup.grant(names[0])
     setup.step(8)
     setup.step(8)
     assert setup.asked == names[:3]
+
+
+def test_a_full_decode_worker_keeps_back_only_what_goes_to_it() -> None:
+    setup = Setup(policy=PrefillPolicy(lookahead_tokens=10))
+    full = [setup.add(f"full{index}", list(range(8)), decode="full") for index in range(3)]
+    other = setup.add("other", list(range(8)), decode="other")
+    assert setup.asked == [*full[:2], other]
+
+
+def test_nobody_asks_for_a_ticket_behind_one_that_was_refused() -> None:
+    """Or short prompts would take every block that a long one waits for."""
+    setup = Setup(policy=PrefillPolicy(ageing_tokens_per_s=1000))
+    large = setup.add("large", list(range(30)), decode="d")
+    large.was_refused = True
+    setup.now = 1.0
+    small = setup.add("small", [1, 2], decode="d")
+    elsewhere = setup.add("elsewhere", [1, 2], decode="e")
+    assert setup.asked == [large, elsewhere]
+    setup.grant(large)
+    setup.step(64)
+    assert setup.asked == [large, elsewhere, small]
+
+
+def test_prompts_that_have_started_go_on_when_a_shorter_one_finds_no_blocks() -> None:
+    """They hold the blocks that it waits for."""
+    setup = Setup(num_blocks=7, policy=PrefillPolicy(ageing_tokens_per_s=0))
+    large = setup.add("large", list(range(20)))
+    assert setup.step(4) == [(0, 4)]
+    setup.add("shorter", list(range(50, 62)))
+    assert setup.step(64) == [(4, 16)]
+    setup.scheduler.remove(large)
+    assert setup.step(64) == [(0, 12)]
 
 
 def test_a_prompt_that_finds_no_blocks_is_not_overtaken() -> None:
@@ -134,7 +164,7 @@ def test_a_prompt_that_finds_no_blocks_is_not_overtaken() -> None:
 
 def test_full_blocks_are_sent_when_filled_and_the_partial_one_at_the_end() -> None:
     setup = Setup()
-    prefilling = setup.add("a", list(range(10)), needs_ticket=True)
+    prefilling = setup.add("a", list(range(10)), decode="d")
     recorder = setup.grant(prefilling)
 
     setup.step(6)
@@ -149,7 +179,7 @@ def test_cached_blocks_are_sent_at_the_start() -> None:
     first = setup.add("a", list(range(10)))
     setup.step(16)
     setup.scheduler.remove(first)
-    again = setup.add("b", list(range(10)), needs_ticket=True)
+    again = setup.add("b", list(range(10)), decode="d")
     recorder = setup.grant(again)
     scheduled = setup.scheduler.schedule(16)
     assert again.sequence.num_cached_tokens == 8
@@ -189,7 +219,7 @@ def test_every_block_of_every_layer_is_sent_exactly_once(prompts: list[list[int]
     setup = Setup()
     recorders = []
     for number, prompt in enumerate(prompts):
-        prefilling = setup.add(str(number), prompt, needs_ticket=True)
+        prefilling = setup.add(str(number), prompt, decode="d")
         recorders.append((prefilling, setup.grant(prefilling)))
         setup.step(budget)
     for _ in range(200):

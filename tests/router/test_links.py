@@ -14,7 +14,7 @@ CLOSED = grpc.ChannelConnectivity.SHUTDOWN
 
 
 def worker(epoch: str) -> Candidate:
-    return Candidate(WorkerId("d", epoch), "127.0.0.1:1", Role.DECODE, True, "a", 0, 0, 0)
+    return Candidate(WorkerId("d", epoch), "127.0.0.1:1", Role.DECODE, True, "a", 1, 0, 0, 0)
 
 
 async def test_one_channel_for_one_process() -> None:

@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 from protos.errors import NoWorker
 from router.placement import Candidate, Demand, Placement, Role, WorkerId, can_serve, place
 
-DEMAND = Demand(num_blocks=4, wants_decode=True)
-ONE_TOKEN = Demand(num_blocks=4, wants_decode=False)
+DEMAND = Demand(num_blocks=4, num_blocks_in_all=10, wants_decode=True)
+ONE_TOKEN = Demand(num_blocks=4, num_blocks_in_all=4, wants_decode=False)
 
 
 def worker(
-    name: str, role: Role, *, queued: int = 0, active: int = 0, free: int = 50, ready: bool = True, layout: str = "a"
+    name: str,
+    role: Role,
+    *,
+    queued: int = 0,
+    active: int = 0,
+    free: int = 50,
+    ready: bool = True,
+    layout: str = "a",
+    blocks: int = 50,
 ) -> Candidate:
     return Candidate(
         id=WorkerId(name, "e1"),
@@ -25,6 +33,7 @@ def worker(
         role=role,
         is_ready=ready,
         fingerprint=layout,
+        num_blocks=blocks,
         num_queued_tokens=queued,
         num_active=active,
         num_free_blocks=free,
@@ -43,6 +52,24 @@ def placed(*workers: Candidate, demand: Demand = DEMAND, avoid: tuple[str, ...] 
 
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+
+
+def test_a_worker_whose_cache_could_never_hold_the_answer_is_not_taken() -> None:
+    small = worker("small", Role.DECODE, blocks=9)
+    large = worker("large", Role.DECODE, active=7, blocks=10)
+    prefill = worker("p", Role.PREFILL, blocks=4)
+    assert names(place([prefill, small, large], DEMAND, (), random.Random(0))) == ("p", "large")
+    assert names(place([prefill, small, large], DEMAND, [large.id], random.Random(0))) == ("p", "large")
+    assert names(place([worker("both", Role.BOTH, blocks=9), prefill, large], DEMAND, (), random.Random(0))) == (
+        "p",
+        "large",
+    )
+
+
+def test_where_no_cache_is_large_enough_a_worker_is_asked_all_the_same() -> None:
+    """It refuses, and says what would be right."""
+    workers = [worker("p", Role.PREFILL), worker("d", Role.DECODE, blocks=9)]
+    assert names(place(workers, DEMAND, (), random.Random(0))) == ("p", "d")
 
 
 def test_roles_are_numbered_as_in_the_contract() -> None:
@@ -149,7 +176,7 @@ fleets = st.lists(
 
 @given(fleets, st.integers(0, 2**32), st.booleans())
 def test_a_placement_is_always_one_that_works(workers: list[Candidate], seed: int, wants_decode: bool) -> None:
-    demand = Demand(4, wants_decode)
+    demand = Demand(4, 10, wants_decode)
     try:
         placement = place(workers, demand, (), random.Random(seed))
     except NoWorker:

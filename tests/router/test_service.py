@@ -27,12 +27,6 @@ async def fleet() -> AsyncIterator[FakeFleet]:
         await fleet.settled()
 
 
-@pytest.fixture
-async def client(fleet: FakeFleet) -> AsyncIterator[PdserveClient]:
-    async with PdserveClient(fleet.router.address) as client:
-        yield client
-
-
 async def tokens_of(answer: AsyncIterator[Any]) -> list[int]:
     return [token async for part in answer if isinstance(part, Chunk) for token in part.token_ids]
 

@@ -13,10 +13,10 @@ from model.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
 from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
 from router.validation import (
-    Draft,
     Prompt,
     Request,
     TokenLimit,
+    UnresolvedRequest,
     check_chat,
     check_deadline,
     check_generate,
@@ -28,18 +28,18 @@ LIMIT = TokenLimit(MAX_CONTEXT, "the model's context")
 IDS = tuple(range(10, 20))
 
 
-def generate(max_bytes: int = 100, **fields: Any) -> Draft:
+def generate(max_bytes: int = 100, **fields: Any) -> UnresolvedRequest:
     return check_generate(pb.GenerateRequest(**fields), CARD, max_bytes, "minted")
 
 
-def chat(*messages: tuple[str, str], max_bytes: int = 100) -> Draft:
+def chat(*messages: tuple[str, str], max_bytes: int = 100) -> UnresolvedRequest:
     turns = [pb.ChatMessage(role=role, content=content) for role, content in messages]
     return check_chat(pb.ChatRequest(messages=turns), CARD, max_bytes, "minted")
 
 
 def resolved(ids: tuple[int, ...] = IDS, limit: TokenLimit = LIMIT, **sampling: Any) -> Request:
-    draft = Draft("r", Prompt("text", text="x"), pb.SamplingParams(**sampling))
-    return resolve(draft, ids, CARD, limit, drawn_seed=42)
+    unresolved = UnresolvedRequest("r", Prompt("text", text="x"), pb.SamplingParams(**sampling))
+    return resolve(unresolved, ids, CARD, limit, drawn_seed=42)
 
 
 @pytest.mark.parametrize(

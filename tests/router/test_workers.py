@@ -51,7 +51,7 @@ def two_pools(table: WorkerTable) -> tuple[Worker, Worker]:
 
 
 def placement_of(table: WorkerTable) -> Placement:
-    return place(table.snapshot(), Demand(3, True), (), random.Random(1))
+    return place(table.snapshot(), Demand(3, 3, True), (), random.Random(1))
 
 
 def test_load_is_counted_at_dispatch_and_taken_back_at_the_end(table: WorkerTable) -> None:

@@ -6,17 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeAlias
-
-import grpc.aio
 
 from protos import workers_pb2, workers_pb2_grpc
+from protos.calls import Context
 from protos.errors import InvalidArgument, ServiceError
 from router.links import Links
 from router.messages import load_from_message, profile_from_hello, role_from_value, role_to_value, status_of
 from router.workers import Worker, WorkerTable
-
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,45 @@
+"""A worker's settings, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.values import ROLES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """The flags of `pdserve worker`; their defaults are in `deploy.options`.
+
+    Without `num_blocks` or `kv_cache_gb` the cache takes a share of the memory that is free.
+    """
+
+    model: str
+    router_address: str
+    role: str
+    host: str
+    port: int
+    worker_id: str
+    metrics_port: int
+    num_threads: int | None
+    runner: str
+    kv_cache_gb: float | None
+    num_blocks: int | None
+    block_size: int
+    dtype: str
+    max_step_tokens: int
+    max_running: int
+    lease_s: float
+    drain_s: float
+    timing: Path | None
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "num_blocks", "block_size", "max_step_tokens", "max_running"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if self.lease_s <= 0 or self.drain_s < 0:
+            raise ValueError("--lease-s must be above 0, --drain-s at least 0")
+        if self.role not in ROLES:
+            raise ValueError(f"--role is {self.role!r}; it must be one of {', '.join(ROLES)}")

@@ -1,0 +1,41 @@
+"""What each side makes sure of before it acts on what the other says. Pure: values in, an error or an answer out."""
+
+from __future__ import annotations
+
+from kvtransfer.errors import InvalidReservation, LayoutMismatch
+from kvtransfer.geometry import CacheSpan
+from kvtransfer.ticket import Reservation, Ticket
+from model.kv_layout import KVLayout
+
+
+def check_reservation(reservation: Reservation, layout: KVLayout, num_blocks: int) -> None:
+    """For the receiver, whose cache has `num_blocks`. Raises LayoutMismatch or InvalidReservation."""
+    if reservation.layout_fingerprint != layout.fingerprint:
+        raise LayoutMismatch(
+            f"the sender's KV layout is {reservation.layout_fingerprint}, this worker's {layout.fingerprint}",
+            field="layout_fingerprint",
+        )
+    if reservation.num_tokens < 1 or layout.num_blocks(reservation.num_tokens) > num_blocks:
+        raise InvalidReservation(
+            f"num_tokens is {reservation.num_tokens}; this worker holds 1 to {num_blocks * layout.block_size}",
+            field="num_tokens",
+        )
+    num_full = reservation.num_tokens // layout.block_size
+    if len(reservation.block_hashes) != num_full:
+        raise InvalidReservation(
+            f"{len(reservation.block_hashes)} block hashes for {num_full} full blocks", field="block_hashes"
+        )
+    if not reservation.attempt_id:
+        raise InvalidReservation("attempt_id is empty", field="attempt_id")
+
+
+def fits(ticket: Ticket, reservation: Reservation, remote: CacheSpan, epoch: str) -> bool:
+    """For the sender: a ticket that is not what was asked for would have it write where it may not."""
+    num_cached_blocks, rest = divmod(ticket.num_cached_tokens, remote.layout.block_size)
+    num_wanted = remote.layout.num_blocks(reservation.num_tokens) - num_cached_blocks
+    return (
+        ticket.epoch == epoch
+        and rest == 0
+        and num_wanted == len(ticket.block_ids) == len(set(ticket.block_ids)) == len(ticket.generations)
+        and all(0 <= block_id < remote.num_blocks for block_id in ticket.block_ids)
+    )

@@ -1,0 +1,107 @@
+"""A sequence on the wire: what a worker is sent of it, and the tokens that it answers with.
+
+Here because both services need it and neither may import the other: they build the same `GenerateResponse`, so that
+the router can pass a worker's bytes on untouched. The messages of the hand-over itself are in `kvtransfer.messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from model.runner import Logprobs, SampledToken
+from model.sampling_params import InvalidSampling, SamplingParams
+from model.sequence import FinishReason, Sequence
+from protos import decode_pb2, prefill_pb2
+from protos import inference_pb2 as pb
+from protos.errors import InvalidArgument
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def sequence_from_message(
+    message: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest, *, vocab_size: int, block_size: int
+) -> Sequence:
+    """The sequence that a worker is asked for. What it is must hold here: a step that fails ends all who share it.
+
+    Raises:
+        InvalidArgument: names the field and its limits.
+    """
+    if not message.attempt_id:
+        raise InvalidArgument("attempt_id is empty", field="attempt_id")
+    check_token_ids("token_ids", message.token_ids, vocab_size)
+    num_tokens, num_prompt_tokens = len(message.token_ids), message.num_prompt_tokens
+    if not 1 <= num_prompt_tokens <= num_tokens:
+        raise InvalidArgument(
+            f"num_prompt_tokens is {num_prompt_tokens}; it must be 1 to {num_tokens}, the number of token_ids",
+            field="num_prompt_tokens",
+        )
+    sampling = sampling_from_message(message.sampling)
+    if num_tokens - num_prompt_tokens >= sampling.max_tokens:
+        raise InvalidArgument(
+            f"token_ids has {num_tokens - num_prompt_tokens} tokens of output already; sampling.max_tokens is "
+            f"{sampling.max_tokens}",
+            field="token_ids",
+        )
+    return Sequence(message.attempt_id, list(message.token_ids), num_prompt_tokens, sampling, block_size)
+
+
+def check_token_ids(field: str, token_ids: Items[int], vocab_size: int) -> None:
+    """Raises InvalidArgument if there is none, or one that the model does not have."""
+    if not token_ids:
+        raise InvalidArgument(f"{field} is empty; a sequence has at least one token", field=field)
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument(
+                f"{field} has {token_id}; this worker's model has token ids 0 to {vocab_size - 1}", field=field
+            )
+
+
+def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
+    """Reads parameters that the router resolved: every field is set but `logprobs`, which stays optional.
+
+    Raises:
+        InvalidArgument: a value is outside its limits.
+    """
+    try:
+        return SamplingParams(
+            max_tokens=message.max_tokens,
+            min_tokens=message.min_tokens,
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            seed=message.seed,
+            stop_token_ids=tuple(message.stop_token_ids),
+            num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        )
+    except InvalidSampling as error:
+        raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None
+
+
+def tokens_message(
+    output_index: int,
+    tokens: Items[SampledToken],
+    text: str,
+    finish_reason: FinishReason | None = None,
+) -> pb.GenerateResponse:
+    """Some consecutive tokens of one stream; `output_index` is that of the first."""
+    message = pb.GenerateResponse(output_index=output_index, token_ids=[token.token_id for token in tokens], text=text)
+    for token in tokens:
+        if token.logprobs is not None:
+            message.logprobs.append(_logprobs_message(token.token_id, token.logprobs))
+    if finish_reason is not None:
+        message.finish_reason = _FINISH_REASONS[finish_reason]
+    return message
+
+
+def _logprobs_message(token_id: int, logprobs: Logprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        chosen=pb.TokenLogprob(token_id=token_id, logprob=logprobs.chosen),
+        top=[pb.TokenLogprob(token_id=top_id, logprob=logprob) for top_id, logprob in logprobs.top],
+    )

@@ -1,0 +1,165 @@
+"""Every C kernel against plain torch in float64 or float32, over shapes that fit nothing evenly."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.kernels import library as compiled
+from model.kernels.library import KernelsUnavailable
+from model.kernels.parts import KernelFeedForward, KernelLinear, KernelMoE, KernelNorm, library
+from model.moe import Expert, TorchMoE
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KERNELS = library()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    """Relative to the largest value: sums of many terms have no smaller error."""
+    expected = expected.double()
+    assert found.shape == expected.shape
+    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (3, 7), (25, 40), (67, 33), (130, 805), (9, 1600)])
+def test_linear(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> None:
+    weight = random(num_outputs, num_inputs, dtype=dtype)
+    linear = KernelLinear(KERNELS, [weight], [None])
+    for num_tokens in (*range(1, 14), 31, 47, 48, 70):
+        x = random(num_tokens, num_inputs, seed=num_tokens)
+        close(linear(x), x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+def test_linear_with_parts_biases_and_sum(num_tokens: int) -> None:
+    weights = [random(rows, 50, dtype=torch.bfloat16, seed=rows) for rows in (40, 9, 25)]
+    biases = [random(40, dtype=torch.bfloat16), None, random(25, dtype=torch.bfloat16)]
+    x, before = random(num_tokens, 50), random(num_tokens, 74, seed=3)
+    parts = [F.linear(x, w.float(), None if b is None else b.float()) for w, b in zip(weights, biases, strict=True)]
+    expected = torch.cat(parts, dim=-1)
+    linear = KernelLinear(KERNELS, weights, biases)
+    close(linear(x), expected)
+    total = before.clone()
+    assert linear(x, add_to=total) is total
+    close(total, before + expected)
+
+
+def test_linear_reads_unaligned_weights() -> None:
+    """A safetensors file puts a tensor wherever the one before it ends."""
+    weight = random(20 * 24 + 3, dtype=torch.bfloat16)[3:].view(20, 24)
+    x = random(7, 24)
+    close(KernelLinear(KERNELS, [weight], [None])(x), x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_bits_do_not_depend_on_batch_or_threads(num_threads: int) -> None:
+    weight, x = random(700, 300, dtype=torch.bfloat16), random(64, 300)
+    linear, before = KernelLinear(KERNELS, [weight], [None]), torch.get_num_threads()
+    single = torch.cat([linear(row) for row in x.split(1)])
+    try:
+        torch.set_num_threads(num_threads)
+        for num_tokens in (2, 3, 4, 5, 6, 7, 47, 48, 64):
+            assert torch.equal(linear(x[:num_tokens]), single[:num_tokens])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_callers_at_once() -> None:
+    """Only one of them gets the helper threads; all get the right result."""
+    weight, x = random(700, 300), random(64, 300)
+    linear, barrier = KernelLinear(KERNELS, [weight], [None]), threading.Barrier(4)
+    expected = linear(x)
+
+    def call() -> bool:
+        barrier.wait()
+        return all(torch.equal(linear(x), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(future.result() for future in [pool.submit(call) for _ in range(4)])
+
+
+@pytest.mark.parametrize("size", [1, 8, 37, 576])
+def test_norm(size: int) -> None:
+    x, weight = random(21, size, scale=3.0), random(size, dtype=torch.bfloat16, seed=1)
+    expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    close(KernelNorm(KERNELS, weight, 1e-5)(x), expected)
+
+
+def expert(num_inner: int, num_inputs: int, dtype: torch.dtype, seed: int) -> Expert:
+    gate, up = (random(num_inner, num_inputs, dtype=dtype, seed=seed + i, scale=0.3) for i in range(2))
+    return Expert(gate, up, random(num_inputs, num_inner, dtype=dtype, seed=seed + 2, scale=0.3))
+
+
+def swiglu(x: Tensor, e: Expert) -> Tensor:
+    gate, up, down = (matrix.double() for matrix in (e.gate, e.up, e.down))
+    return (F.silu(x.double() @ gate.T) * (x.double() @ up.T)) @ down.T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_inner", "num_inputs"), [(5, 3), (52, 36), (130, 70)])
+@pytest.mark.parametrize("num_tokens", [1, 7, 60, 600])
+def test_feed_forward(dtype: torch.dtype, num_inner: int, num_inputs: int, num_tokens: int) -> None:
+    one = expert(num_inner, num_inputs, dtype, seed=5)
+    x, before = random(num_tokens, num_inputs, scale=4.0), random(num_tokens, num_inputs, seed=9)
+    total = before.clone()
+    assert KernelFeedForward(KERNELS, one)(x, add_to=total) is None
+    close(total, before + swiglu(x, one), tolerance=5e-6)
+
+
+def test_feed_forward_of_extreme_gates() -> None:
+    """silu is x or 0 far out, and neither overflows nor gives NaN."""
+    one = Expert(torch.eye(4), torch.eye(4), torch.eye(4))
+    x, total = torch.tensor([[-1e4, -90.0, 90.0, 1e4]]), torch.zeros(1, 4)
+    KernelFeedForward(KERNELS, one)(x, add_to=total)
+    torch.testing.assert_close(total, torch.tensor([[0.0, 0.0, 8100.0, 1e8]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_experts", "per_token"), [(1, 1), (5, 2), (8, 8), (40, 3)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 33, 530])
+def test_mixture(dtype: torch.dtype, num_experts: int, per_token: int, num_tokens: int) -> None:
+    experts = [expert(20, 12, dtype, seed=10 * i) for i in range(num_experts)]
+    router = random(num_experts, 12, dtype=dtype, seed=77)
+    x, before = random(num_tokens, 12), random(num_tokens, 12, seed=9)
+    wide = [Expert(e.gate.double(), e.up.double(), e.down.double()) for e in experts]
+    expected = before.double()
+    expected_load = TorchMoE(wide, router.double(), per_token)(x.double(), add_to=expected)
+    total = before.clone()
+    load = KernelMoE(KERNELS, experts, router, per_token)(x, add_to=total)
+    assert load is not None and expected_load is not None
+    assert load.tolist() == expected_load.tolist()
+    assert int(load.sum()) == num_tokens * per_token
+    close(total, expected, tolerance=5e-6)
+
+
+def test_without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled.load.cache_clear()
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", str(tmp_path / "no-cc"))
+    with pytest.raises(KernelsUnavailable, match="no-cc cannot be run"):
+        compiled.load()
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no such header >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.raises(KernelsUnavailable, match="no such header"):
+        compiled.load()
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_without_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled.load.cache_clear()
+    monkeypatch.setattr(compiled, "_cpu_features", lambda: {"sse2", "fma"})
+    with pytest.raises(KernelsUnavailable, match="this CPU lacks avx2, f16c"):
+        compiled.load()

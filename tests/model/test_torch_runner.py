@@ -1,0 +1,157 @@
+"""Loading, sizing the cache, and the contract of `execute`."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import backend
+from model.kernels.library import KernelsUnavailable
+from model.kv_cache import CacheDoesNotFit, num_blocks_that_fit
+from model.kv_layout import KVLayout
+from model.runner import Chunk, ModelRunner
+from model.sampling_params import SamplingParams
+from model.torch_runner import TorchRunner
+from tests.model.tiny_models import MAX_TOKENS, VOCAB_SIZE, build, reference_logits
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral")
+    build("mixtral", folder)
+    return folder
+
+
+def blocks(count: int) -> list[int]:
+    return list(range(count))
+
+
+def test_greedy_decode_is_that_of_transformers(tmp_path: Path) -> None:
+    reference = build("llama", tmp_path, seed=4)
+    runner = TorchRunner.load(tmp_path, num_blocks=20)
+    history = random.Random(0).choices(range(VOCAB_SIZE), k=20)
+    start = 0
+    for _ in range(30):
+        expected = int(reference_logits(reference, history)[-1].argmax())
+        output = runner.execute([Chunk(history[start:], start, blocks(4), GREEDY, history, 20)])
+        assert [token and token.token_id for token in output.sampled] == [expected]
+        start = len(history)
+        history.append(expected)
+
+
+def test_runner_tells_about_itself(mixtral: Path) -> None:
+    runner: ModelRunner = TorchRunner.load(mixtral, num_blocks=40, kernels="avx2")
+    layout = runner.layout
+    assert (layout.dtype, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) == (
+        "float32",
+        2,
+        2,
+        8,
+        16,
+    )
+    assert (runner.num_blocks, runner.kernels, runner.cache_device_id) == (40, "avx2", -1)
+    assert runner.cache_address % 4096 == 0
+
+
+def test_layer_done_comes_when_the_layer_is_in_the_cache(mixtral: Path) -> None:
+    runner = TorchRunner.load(mixtral, num_blocks=40)
+    memory = runner._cache.memory  # [L, N, H, 2, B, D]
+    seen: list[tuple[int, list[bool]]] = []
+
+    def layer_done(layer: int) -> None:
+        seen.append((layer, [bool(memory[other, 3, :, :, :5].all()) for other in range(2)]))
+
+    runner.execute([Chunk([1, 2, 3, 4, 5], 0, [3])], layer_done)
+    assert seen == [(0, [True, False]), (1, [True, True])]
+
+
+def test_tokens_come_in_the_order_of_chunks(mixtral: Path) -> None:
+    runner = TorchRunner.load(mixtral, num_blocks=40)
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    alone = [runner.execute([Chunk(p, 0, [0], GREEDY, p, len(p))]).sampled[0] for p in prompts]
+    wanted = [Chunk(p, 0, [i], GREEDY, p, len(p)) for i, p in enumerate(prompts)]
+    silent = Chunk([1, 2], 0, [9])
+    together = runner.execute([silent, wanted[0], wanted[1], silent, wanted[2]]).sampled
+    assert together == (None, alone[0], alone[1], None, alone[2])
+
+
+def test_expert_load_counts_every_token_of_every_layer_but_the_silent_ones_of_the_last(mixtral: Path) -> None:
+    for kernels in ("torch", "avx2"):
+        runner = TorchRunner.load(mixtral, num_blocks=40, kernels=kernels)
+        prompt = [5, 6, 7, 8, 9]
+        load = runner.execute([Chunk(prompt, 0, [0], GREEDY, prompt, 5), Chunk([1, 2], 0, [1])]).expert_load
+        assert [sum(layer) for layer in load] == [7 * 2, 1 * 2]
+        assert [len(layer) for layer in load] == [5, 5]
+        silent = runner.execute([Chunk([1, 2], 0, [1])])
+        assert [sum(layer) for layer in silent.expert_load] == [2 * 2, 0]
+        assert silent.sampled == (None,)
+
+
+def test_dense_model_has_no_expert_load(tmp_path: Path) -> None:
+    build("qwen2", tmp_path)
+    runner = TorchRunner.load(tmp_path, num_blocks=20)
+    assert runner.execute([Chunk([1], 0, [0], GREEDY, [1], 1)]).expert_load == ()
+
+
+def test_cache_in_bytes(mixtral: Path) -> None:
+    layout = TorchRunner.load(mixtral, num_blocks=16).layout
+    assert layout.block_bytes == 2 * 2 * 2 * 16 * 8 * 4
+    assert num_blocks_that_fit(layout, 17 * layout.block_bytes - 1) == 16
+    assert TorchRunner.load(mixtral, kv_cache_bytes=20 * layout.block_bytes + 1).num_blocks == 20
+
+
+def test_cache_dtype(mixtral: Path) -> None:
+    assert TorchRunner.load(mixtral, num_blocks=16, kv_dtype="bfloat16").layout.dtype == "bfloat16"
+    assert TorchRunner.load(mixtral, num_blocks=16, dtype="bfloat16").layout.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of auto, float32"):
+        TorchRunner.load(mixtral, num_blocks=16, dtype="int8")
+
+
+def test_too_little_cache_for_one_sequence(mixtral: Path) -> None:
+    needed = MAX_TOKENS // 16
+    with pytest.raises(CacheDoesNotFit, match=f"{MAX_TOKENS} tokens, which takes {needed} blocks.*--kv-cache-gb"):
+        TorchRunner.load(mixtral, num_blocks=needed - 1)
+
+
+def test_more_cache_than_memory(mixtral: Path) -> None:
+    with pytest.raises(CacheDoesNotFit, match=r"takes \d+ bytes .* are available .*lower --kv-cache-gb"):
+        TorchRunner.load(mixtral, kv_cache_bytes=1 << 50)
+
+
+def test_cache_size_is_given_once(mixtral: Path) -> None:
+    with pytest.raises(ValueError, match="either num_blocks or kv_cache_bytes"):
+        TorchRunner.load(mixtral)
+
+
+def test_plain_torch_is_said_and_logged(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unavailable() -> None:
+        raise KernelsUnavailable("this CPU lacks avx2")
+
+    monkeypatch.setattr(backend, "library", unavailable)
+    with caplog.at_level(logging.WARNING):
+        assert TorchRunner.load(mixtral, num_blocks=16).kernels == "torch"
+    assert [record.message for record in caplog.records] == [
+        "computing with plain torch, which is several times slower: this CPU lacks avx2"
+    ]
+    with pytest.raises(KernelsUnavailable):
+        TorchRunner.load(mixtral, num_blocks=16, kernels="avx2")
+
+
+def test_bfloat16_instructions_choose_the_mixed_kernels(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert TorchRunner.load(mixtral, num_blocks=16, dtype="bfloat16").kernels.startswith("avx2, oneDNN bf16")
+    assert TorchRunner.load(mixtral, num_blocks=16).kernels == "avx2"
+
+
+def test_one_fingerprint_per_model(mixtral: Path, tmp_path: Path) -> None:
+    build("mixtral", tmp_path, seed=1)
+    one, other = (TorchRunner.load(folder, num_blocks=16).layout for folder in (mixtral, tmp_path))
+    assert isinstance(one, KVLayout) and (one.difference(other) or "").startswith("model_digest is")
