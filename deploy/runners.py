@@ -25,7 +25,7 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
     Without it the first request would pay for that, seconds where the weights are not in memory.
     """
-    num_tokens = min(num_tokens, (runner.num_blocks - 1) * runner.layout.block_size)
+    num_tokens = min(num_tokens, runner.num_blocks * runner.layout.block_size - 1)
     prompt = [1 + index % 50 for index in range(num_tokens)]
     block_ids = range(runner.layout.num_blocks(num_tokens + 1))
     greedy = SamplingParams(max_tokens=1, temperature=0.0)

@@ -18,6 +18,7 @@ from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK_SIZE = 16
+MAX_SHARED_TOKENS = 17 * 96  # of the 50 prompts: no more can have been held by the decode worker already
 WORKER_ARGUMENTS = ("--dtype", "float32", "--num-blocks", "400", "--max-step-tokens", "96", "--max-running", "24")
 
 
@@ -68,6 +69,7 @@ async def test_fifty_mixed_prompts_at_once(cluster: LocalCluster, tiny_moe: Tiny
     requests = mixed_requests()
     async with PdserveClient(cluster.router_address) as client:
         answers = await asyncio.gather(*(ask(client, prompt, sampling) for prompt, sampling in requests))
+    num_sent_at_least = -MAX_SHARED_TOKENS
     num_received = 0
     for (prompt, sampling), answered in zip(requests, answers, strict=True):
         tiny_moe.assert_greedy(prompt, answered.token_ids)
@@ -77,7 +79,8 @@ async def test_fifty_mixed_prompts_at_once(cluster: LocalCluster, tiny_moe: Tiny
         assert is_stopped or len(answered.token_ids) == sampling.max_tokens
         assert_received(answered, prompt)
         num_received += answered.usage.decode_received_tokens
-    assert num_received > 3000
+        num_sent_at_least += len(prompt) if len(answered.token_ids) > 1 else 0
+    assert num_received >= num_sent_at_least > 1000
     await assert_at_rest(cluster)
 
 

@@ -122,6 +122,19 @@ def test_newest_is_preempted_and_resumes_exactly() -> None:
     assert pool.num_used == 0
 
 
+def test_preempted_sequence_goes_on_before_those_that_wait() -> None:
+    pool = BlockPool(4)
+    scheduler = DecodeScheduler(pool, max_running=2)
+    old, new, waiting = received(pool, [1, 2, 3], 9), received(pool, [4, 5, 6, 7], 9), local([8], 3)
+    for decoding in (old, new, waiting):
+        scheduler.add(decoding)
+    finished: list[DecodeSequence] = []
+    while step(scheduler):
+        finished += [d for d in (old, new, waiting) if d.sequence.finish_reason is not None and d not in finished]
+    assert new.num_preemptions == 1
+    assert finished == [old, new, waiting]
+
+
 def test_sequence_removed_during_a_step_keeps_its_blocks_until_the_step_is_over() -> None:
     pool = BlockPool(8)
     scheduler = DecodeScheduler(pool, max_running=4)

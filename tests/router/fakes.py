@@ -87,6 +87,7 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
         self.num_open = 0
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         self.decodes: list[decode_pb2.DecodeRequest] = []
+        self.deadlines_s: list[float | None] = []  # of all calls
         self.commands: list[int] = []
         self.registered = asyncio.Event()
         self.registration: asyncio.Task[None] | None = None
@@ -128,6 +129,7 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.prefills.append(request)
+        self.deadlines_s.append(context.time_remaining())
         self.num_open += 1
         try:
             await self.at("prefill.start", request.attempt_id, len(request.token_ids))
@@ -184,6 +186,7 @@ class _FakeDecode(decode_pb2_grpc.DecodeServicer):
         self._worker = worker
 
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[Any]:
+        self._worker.deadlines_s.append(context.time_remaining())
         answer = self._worker.decode(request)
         try:
             async for message in answer:
