@@ -50,7 +50,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`sampled[i]` belongs to chunk i, None where it wanted no token. `expert_load` is [layers, experts] token counts."""
+    """`sampled[i]` belongs to chunk i, None where it wanted no token. `expert_load`: tokens, [layers, experts]."""
 
     sampled: tuple[SampledToken | None, ...]
     compute_s: float = 0.0

@@ -26,7 +26,8 @@ Clock = Callable[[], float]
 class PrefillSequence:
     """A sequence whose KV is built here for a decode worker; for none if one token is all that is wanted.
 
-    `outgoing` is None until the ticket. `was_refused`: the decode worker had no room for it yet.
+    It asks for its ticket once it holds its blocks here. `outgoing` is None until the ticket. `was_refused`: the decode
+    worker had no room for it yet; `is_backing_off`: and it is not to be asked again just now.
     """
 
     sequence: Sequence
@@ -34,14 +35,18 @@ class PrefillSequence:
     done: Callable[[SampledToken | Exception], None]
     added_at: float
     outgoing: Outgoing | None = None
-    asked_for_ticket: bool = False
     was_refused: bool = False
+    is_backing_off: bool = False
     started_at: float | None = None
     ended: bool = False
 
     @property
-    def may_start(self) -> bool:
-        return self.outgoing is not None or self.decode_worker_id is None
+    def holds_blocks(self) -> bool:
+        return bool(self.sequence.block_ids)
+
+    @property
+    def may_run(self) -> bool:
+        return self.holds_blocks and (self.outgoing is not None or self.decode_worker_id is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,10 @@ class PrefillPolicy:
 class PrefillScheduler:
     """Implements `model.engine.Scheduler`. Event loop only.
 
-    `ask_for_ticket` is called once for each sequence whose turn comes within the next `lookahead_tokens` tokens for its
-    decode worker; the answer comes through `grant` or `remove`.
+    `ask_for_ticket` is called for each sequence whose turn comes within the next `lookahead_tokens` tokens for its
+    decode worker; the answer comes through `grant`, `refuse` or `remove`. Blocks here are taken before, and given back
+    if the decode worker refuses: two workers that prefill for each other never wait for each other's blocks while
+    holding some.
     """
 
     def __init__(
@@ -88,11 +95,20 @@ class PrefillScheduler:
 
     def add(self, prefilling: PrefillSequence) -> None:
         self._queue.append(prefilling)
-        self._ask_for_tickets(self._ranked())
+        self._take_turns(self._ranked())
 
     def grant(self, prefilling: PrefillSequence, outgoing: Outgoing) -> None:
         """The decode worker has granted a ticket: the sequence may start."""
         prefilling.outgoing = outgoing
+
+    def refuse(self, prefilling: PrefillSequence) -> None:
+        """The decode worker has no room now: the sequence waits, holding nothing, until `ask_again`."""
+        prefilling.was_refused = prefilling.is_backing_off = True
+        prefilling.sequence.drop_blocks(self._pool)
+
+    def ask_again(self, prefilling: PrefillSequence) -> None:
+        """Its turn may come again."""
+        prefilling.is_backing_off = False
 
     def remove(self, prefilling: PrefillSequence) -> None:
         """Lets the sequence's blocks go: it was handed over, or its request has gone. During a step, after it."""
@@ -107,20 +123,15 @@ class PrefillScheduler:
     def schedule(self, num_tokens: int) -> list[ScheduledChunk]:
         self._in_step = {}
         ranked = self._ranked()
-        self._ask_for_tickets(ranked)
+        self._take_turns(ranked)
         scheduled: list[ScheduledChunk] = []
-        blocks_are_wanting = False
         for prefilling in ranked:
             if num_tokens == 0:
                 break
-            if not prefilling.may_start:
+            if not prefilling.may_run:
                 continue
             if prefilling.started_at is None:
-                # Nobody else starts meanwhile, or a large prompt would wait for ever. Those that have started go on:
-                # they hold the blocks that are wanted.
-                blocks_are_wanting = blocks_are_wanting or not self._start(prefilling)
-                if blocks_are_wanting:
-                    continue
+                self._start(prefilling)
             count = min(num_tokens, prefilling.sequence.num_uncomputed_tokens)
             num_tokens -= count
             self._in_step[prefilling] = count
@@ -153,26 +164,28 @@ class PrefillScheduler:
         now, ageing = self._clock(), self._policy.ageing_tokens_per_s
         return sorted(self._queue, key=lambda p: p.sequence.num_uncomputed_tokens - ageing * (now - p.added_at))
 
-    def _ask_for_tickets(self, ranked: Items[PrefillSequence]) -> None:
-        """Each decode worker has a line of its own: one that is full does not keep back what goes to another.
+    def _take_turns(self, ranked: Items[PrefillSequence]) -> None:
+        """Takes blocks for the sequences whose turn is near, and asks for their tickets.
 
-        In a line nobody asks behind one that was refused, or short prompts would take every block that a long one
-        waits for.
+        Each decode worker has a line of its own: one that is full does not keep back what goes to another. In a line
+        nobody asks behind one that was refused, or short prompts would take every block that a long one waits for.
         """
         tokens_ahead: dict[str | None, float] = {}
         for prefilling in ranked:
             worker_id = prefilling.decode_worker_id
             num_ahead = tokens_ahead.get(worker_id, 0)
-            if worker_id is None or num_ahead > self._policy.lookahead_tokens:
+            if num_ahead > self._policy.lookahead_tokens:
                 continue
-            if not prefilling.asked_for_ticket:
-                prefilling.asked_for_ticket = True
-                self._ask_for_ticket(prefilling)
-            is_waiting = prefilling.was_refused and prefilling.outgoing is None
-            tokens_ahead[worker_id] = math.inf if is_waiting else num_ahead + prefilling.sequence.num_uncomputed_tokens
+            if not prefilling.holds_blocks and not prefilling.is_backing_off:
+                if not self._hold_blocks(prefilling):
+                    return  # nobody behind it takes blocks meanwhile, or a large prompt would wait for ever
+                if worker_id is not None:
+                    self._ask_for_ticket(prefilling)
+            is_refused = prefilling.was_refused and prefilling.outgoing is None
+            tokens_ahead[worker_id] = math.inf if is_refused else num_ahead + prefilling.sequence.num_uncomputed_tokens
 
-    def _start(self, prefilling: PrefillSequence) -> bool:
-        """Takes blocks for the whole prompt; what the prefix cache held goes out at once."""
+    def _hold_blocks(self, prefilling: PrefillSequence) -> bool:
+        """Takes blocks for the whole prompt, those of the prefix cache among them."""
         sequence = prefilling.sequence
         sequence.take_prefix(self._pool)
         try:
@@ -180,13 +193,17 @@ class PrefillScheduler:
         except NoFreeBlocks:
             sequence.drop_blocks(self._pool)
             return False
+        return True
+
+    def _start(self, prefilling: PrefillSequence) -> None:
+        """What the prefix cache held goes out at once."""
+        sequence = prefilling.sequence
         prefilling.started_at = self._clock()
         if prefilling.outgoing is not None:
             prefilling.outgoing.hold(sequence.block_ids)
             num_cached_blocks = sequence.num_cached_tokens // sequence.block_size
             if num_cached_blocks:
                 prefilling.outgoing.write_all_layers(0, sequence.block_ids[:num_cached_blocks])
-        return True
 
 
 def _write_hook(outgoing: Outgoing | None, sequence: Sequence, num_tokens: int) -> LayerDone | None:

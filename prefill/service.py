@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -23,6 +24,7 @@ from protos.calls import Context
 from protos.errors import AlreadyExists, Internal, InvalidArgument, ServiceError
 
 _RESERVE_TIMEOUT_S = 5.0
+_RETRY_S = 0.05  # if the decode worker names no time
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -90,31 +92,27 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         call.reserving = asyncio.create_task(self._reserve(call))
 
     async def _reserve(self, call: _Call) -> None:
-        """Asks until the decode worker has room; the call's own deadline bounds it. Any other refusal ends the call."""
-        decode = call.request.decode
-        sequence = call.prefilling.sequence
-        while True:
-            try:
-                outgoing = await self._sender.reserve(
-                    HandoverTarget(decode.worker_id, decode.address, decode.epoch),
-                    attempt_id=call.request.attempt_id,
-                    request_id=call.request.request_id,
-                    num_tokens=sequence.num_tokens,
-                    block_hashes=sequence.block_hashes,
-                    timeout_s=_RESERVE_TIMEOUT_S,
-                )
-            except DecodePoolFull as full:
-                metrics.RESERVE_RETRIES.inc()
-                call.prefilling.was_refused = True
-                await asyncio.sleep(full.retry_after_s or 0.05)
-            except ServiceError as error:
-                call.finish(error)
-                return
-            else:
-                call.outgoing = outgoing
-                self.scheduler.grant(call.prefilling, outgoing)
-                self._wake()
-                return
+        """Asks the decode worker once. One that is full is asked again later; any other refusal ends the call."""
+        decode, sequence = call.request.decode, call.prefilling.sequence
+        try:
+            call.outgoing = await self._sender.reserve(
+                HandoverTarget(decode.worker_id, decode.address, decode.epoch),
+                attempt_id=call.request.attempt_id,
+                request_id=call.request.request_id,
+                num_tokens=sequence.num_tokens,
+                block_hashes=sequence.block_hashes,
+                timeout_s=_RESERVE_TIMEOUT_S,
+            )
+            self.scheduler.grant(call.prefilling, call.outgoing)
+        except DecodePoolFull as full:
+            metrics.RESERVE_RETRIES.inc()
+            self.scheduler.refuse(call.prefilling)
+            # At random, or two workers that are full of each other's prompts might refuse each other in step for ever.
+            await asyncio.sleep((full.retry_after_s or _RETRY_S) * random.uniform(0.5, 1.5))
+            self.scheduler.ask_again(call.prefilling)
+        except ServiceError as error:
+            call.finish(error)
+        self._wake()
 
     def _first_token(self, call: _Call, token: SampledToken) -> inference_pb2.GenerateResponse:
         sequence = call.prefilling.sequence

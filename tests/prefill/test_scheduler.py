@@ -103,7 +103,6 @@ def test_nothing_starts_without_its_ticket_but_others_go_on() -> None:
     setup.add("free", [3, 4, 5])
     assert setup.asked == [waiting]
     assert setup.step(8) == [(0, 3)]
-    assert setup.pool.num_used == 1
     setup.grant(waiting)
     assert setup.step(8) == [(0, 2)]
 
@@ -125,11 +124,29 @@ def test_a_full_decode_worker_keeps_back_only_what_goes_to_it() -> None:
     assert setup.asked == [*full[:2], other]
 
 
+def test_a_sequence_holds_its_blocks_when_it_asks_and_none_while_it_is_refused() -> None:
+    """Two workers that prefill for each other must not wait for each other's blocks while they hold some."""
+    setup = Setup(num_blocks=4)
+    refused = setup.add("refused", list(range(12)), decode="d")
+    other = setup.add("other", list(range(20, 32)), decode="e")
+    assert (setup.asked, setup.pool.num_used) == ([refused], 3)
+    setup.scheduler.refuse(refused)
+    assert setup.pool.num_used == 0
+    assert setup.step(16) == []
+    assert (setup.asked, setup.pool.num_used) == ([refused, other], 3)
+    setup.scheduler.remove(other)
+    setup.scheduler.ask_again(refused)
+    assert setup.step(16) == []
+    assert setup.asked == [refused, other, refused]
+    setup.grant(refused)
+    assert setup.step(16) == [(0, 12)]
+
+
 def test_nobody_asks_for_a_ticket_behind_one_that_was_refused() -> None:
     """Or short prompts would take every block that a long one waits for."""
     setup = Setup(policy=PrefillPolicy(ageing_tokens_per_s=1000))
     large = setup.add("large", list(range(30)), decode="d")
-    large.was_refused = True
+    setup.scheduler.refuse(large)
     setup.now = 1.0
     small = setup.add("small", [1, 2], decode="d")
     elsewhere = setup.add("elsewhere", [1, 2], decode="e")
