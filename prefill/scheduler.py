@@ -122,6 +122,7 @@ class PrefillScheduler:
 
     def schedule(self, num_tokens: int) -> list[ScheduledChunk]:
         self._in_step = {}
+        self._drop_lost()
         ranked = self._ranked()
         self._take_turns(ranked)
         scheduled: list[ScheduledChunk] = []
@@ -163,6 +164,13 @@ class PrefillScheduler:
     def _ranked(self) -> list[PrefillSequence]:
         now, ageing = self._clock(), self._policy.ageing_tokens_per_s
         return sorted(self._queue, key=lambda p: p.sequence.num_uncomputed_tokens - ageing * (now - p.added_at))
+
+    def _drop_lost(self) -> None:
+        """What cannot be handed over any more, its decode worker or its ticket being lost, need not be computed."""
+        for prefilling in list(self._queue):
+            if prefilling.outgoing is not None and prefilling.outgoing.failed is not None:
+                self._queue.remove(prefilling)
+                prefilling.done(prefilling.outgoing.failed)
 
     def _take_turns(self, ranked: Items[PrefillSequence]) -> None:
         """Takes blocks for the sequences whose turn is near, and asks for their tickets.

@@ -26,6 +26,7 @@ class Recorder:
 
     held: list[int] = field(default_factory=list)
     writes: list[tuple[int, int, int]] = field(default_factory=list)
+    failed: Exception | None = None
 
     def hold(self, block_ids: list[int]) -> None:
         self.held = list(block_ids)
@@ -140,6 +141,18 @@ def test_a_sequence_holds_its_blocks_when_it_asks_and_none_while_it_is_refused()
     assert setup.asked == [refused, other, refused]
     setup.grant(refused)
     assert setup.step(16) == [(0, 12)]
+
+
+def test_what_cannot_be_handed_over_any_more_is_not_computed() -> None:
+    setup = Setup()
+    lost = setup.add("lost", list(range(12)), decode="d")
+    recorder = setup.grant(lost)
+    assert setup.step(4) == [(0, 4)]
+    recorder.failed = ConnectionError("the decode worker is gone")
+    assert setup.step(4) == []
+    assert setup.done == {"lost": recorder.failed}
+    setup.scheduler.remove(lost)
+    assert setup.pool.num_used == 0
 
 
 def test_nobody_asks_for_a_ticket_behind_one_that_was_refused() -> None:
