@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from deploy.local import LocalCluster
@@ -23,8 +23,15 @@ class Answered:
     usage: Usage
 
 
-async def ask(client: PdserveClient, prompt: Sequence[int] | str, sampling: Sampling) -> Answered:
-    """The client itself checks that no token is missing or repeated."""
+async def ask(
+    client: PdserveClient,
+    prompt: Sequence[int] | str,
+    sampling: Sampling,
+    *,
+    at_token: int = -1,
+    then: Callable[[], Awaitable[None]] | None = None,
+) -> Answered:
+    """The client itself checks that no token is missing or repeated. Does `then` once token `at_token` has come."""
     chunks: list[Chunk] = []
     async for part in client.generate(prompt, sampling=sampling, deadline_s=DEADLINE_S):
         if isinstance(part, Summary):
@@ -36,6 +43,8 @@ async def ask(client: PdserveClient, prompt: Sequence[int] | str, sampling: Samp
                 part.usage,
             )
         chunks.append(part)
+        if then is not None and part.output_index <= at_token < part.output_index + len(part.token_ids):
+            await then()
     raise AssertionError("the client lets no answer end without a summary")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 from deploy.local import ClusterConfig, LocalCluster
 from protos.client import PdserveClient
-from protos.values import Sampling, WorkerStatus
+from protos.values import Sampling
 from tests.cluster.asking import Answered, ask
 from tests.cluster.tiny_model import TinyModel
 
@@ -44,19 +46,17 @@ async def test_same_text_disaggregated_colocated_and_resumed(tiny_moe: TinyModel
 
 
 async def resume_by_force(cluster: LocalCluster, client: PdserveClient) -> Answered:
-    """Kills the decode worker that is at it, mid-answer."""
-    task = asyncio.create_task(ask(client, PROMPT, SAMPLING))
-    async with asyncio.timeout(20):
-        while not (busy := [w.worker_id for w in (await cluster.workers()).values() if is_decoding(w)]):
-            await asyncio.sleep(0.01)
-    await cluster.kill(busy[0])
-    answered = await task
-    assert answered.usage.num_resumes >= 1
+    """Kills the decode worker mid-answer. While the answer begins there is no other; then there is one to resume on."""
+    await client.set_role("decode-1", "prefill")
+
+    async def kill() -> None:
+        os.kill(cluster.pid("decode-0"), signal.SIGSTOP)  # it must not come to the answer's end meanwhile
+        await client.set_role("decode-1", "decode")
+        await cluster.kill("decode-0")
+
+    answered = await ask(client, PROMPT, SAMPLING, at_token=50, then=kill)
+    assert answered.usage.num_resumes == 1
     return answered
-
-
-def is_decoding(worker: WorkerStatus) -> bool:
-    return worker.role == "decode" and worker.num_running > 0
 
 
 async def test_preempted_sequences_resume_exactly(tiny_moe: TinyModel) -> None:
