@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from deploy.process import follow_parent
 
 if TYPE_CHECKING:
     from deploy.conversation import Asking
+    from protos.values import Sampling
 
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
@@ -77,9 +79,11 @@ def demo(model: str, once: bool, prompt: str, num_threads: int | None) -> None:
 
 @cli.command()
 @options.model_option
-@click.option("--prefill", "num_prefill", type=int, help="Prefill workers.  [default: 1, or 0 with --colocated]")
-@click.option("--decode", "num_decode", type=int, help="Decode workers.  [default: 1, or 0 with --colocated]")
-@click.option("--colocated", "num_colocated", type=int, default=0, help="Workers that do both.")
+@click.option(
+    "--prefill", "num_prefill", type=options.COUNT, help="Prefill workers.  [default: 1, or 0 with --colocated]"
+)
+@click.option("--decode", "num_decode", type=options.COUNT, help="Decode workers.  [default: 1, or 0 with --colocated]")
+@click.option("--colocated", "num_colocated", type=options.COUNT, default=0, help="Workers that do both.")
 @options.host_option
 @options.port_option
 @options.threads_option
@@ -98,7 +102,7 @@ def up(context: click.Context, /, **settings: Any) -> None:
 @options.router_option
 @click.option("--role", type=click.Choice(options.ROLES), default="both", show_default=True, help="Where it starts.")
 @options.host_option
-@click.option("--port", type=int, default=0, show_default=True, help="0 takes any that is free.")
+@click.option("--port", type=options.PORT, default=0, show_default=True, help="0 takes any that is free.")
 @click.option("--worker-id", default="", help="Unique at the router.  [default: from host name and process id]")
 @options.metrics_option
 @options.threads_option
@@ -152,10 +156,13 @@ def generate(prompt: str, **settings: Any) -> None:
 @options.deadline_option
 @options.quiet_option
 def chat(prompt: str | None, **settings: Any) -> None:
-    """Talk to the model, or ask it PROMPT once."""
-    from deploy.conversation import Conversation, talk
+    """Talk to the model, or ask it PROMPT once.
 
-    conversation = Conversation(_asking(**settings))
+    Unless told otherwise with temperature 0.2, top-p 0.9 and at most 400 tokens an answer.
+    """
+    from deploy.conversation import CHAT_SAMPLING, Conversation, talk
+
+    conversation = Conversation(_asking(defaults=CHAT_SAMPLING, **settings))
     with asyncio.Runner() as runner:
         if prompt is None:
             talk(conversation, runner.run, err)
@@ -163,11 +170,15 @@ def chat(prompt: str | None, **settings: Any) -> None:
             runner.run(conversation.say(prompt))
 
 
-def _asking(router_address: str, deadline_s: float | None, quiet: bool, **sampling: Any) -> Asking:
+def _asking(
+    router_address: str, deadline_s: float | None, quiet: bool, defaults: Sampling | None = None, **sampling: Any
+) -> Asking:
+    """`defaults` hold where an option was not given."""
     from deploy.conversation import Asking
     from protos.values import Sampling
 
-    return Asking(router_address, Sampling(**sampling), deadline_s, out, None if quiet else err)
+    given = {name: value for name, value in sampling.items() if value not in (None, ())}
+    return Asking(router_address, replace(defaults or Sampling(), **given), deadline_s, out, None if quiet else err)
 
 
 @cli.command()

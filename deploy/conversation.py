@@ -15,6 +15,7 @@ from protos.values import ChatMessage, Sampling
 
 FORGET, LEAVE = "/new", "/exit"
 WELCOME = f"Ctrl-C stops an answer, {FORGET} forgets what was said, {LEAVE} or Ctrl-D ends."
+CHAT_SAMPLING = Sampling(temperature=0.2, top_p=0.9, max_tokens=400)  # a talk, not a sample of all that could be said
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,19 @@ def talk(conversation: Conversation, run: Callable[[Coroutine[Any, Any, None]], 
     while True:
         try:
             text = input("\n> ").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             console.print()
             return
+        except KeyboardInterrupt:  # perhaps a moment too late to stop an answer
+            console.print(f"\n{LEAVE} or Ctrl-D ends.", style="dim")
+            continue
         if text == LEAVE:
             return
         if text == FORGET:
             conversation.forget()
+            console.print("Forgotten.", style="dim")
+        elif text.startswith("/"):
+            console.print(f"There is no {text.split()[0]}. {WELCOME}", style="dim", markup=False)
         elif text:
             try:
                 run(conversation.say(text))

@@ -9,12 +9,11 @@ from types import FrameType
 
 from rich.console import Console
 
-from deploy.conversation import Asking, Conversation, talk
+from deploy.conversation import CHAT_SAMPLING, Asking, Conversation, talk
 from deploy.local import ClusterConfig, LocalCluster
 from deploy.up import prepare_model, show_progress
 from protos.values import Sampling
 
-SAMPLING = Sampling(temperature=0.2, top_p=0.9, max_tokens=400)
 SAMPLING_ONCE = Sampling(temperature=0, max_tokens=100)  # the same answer every time
 
 
@@ -28,7 +27,7 @@ def run_demo(config: ClusterConfig, prompt: str | None, out: Console, about: Con
         runner.run(cluster.start())
         try:
             if prompt is None:
-                asking = Asking(cluster.router_address, SAMPLING, out=out, about=about)
+                asking = Asking(cluster.router_address, CHAT_SAMPLING, out=out, about=about)
                 talk(Conversation(asking), runner.run, about)
             else:
                 out.print(f"\n> {prompt}", markup=False)

@@ -14,6 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RUNNERS = ("torch", "timed")
 ROLES = ("prefill", "decode", "both")
+PORT, COUNT = click.IntRange(0, 65535), click.IntRange(0)
 DEFAULT_ROUTER = "127.0.0.1:8500"
 
 
@@ -47,10 +48,20 @@ model_option = setting(
     envvar="PDSERVE_MODEL",
     help="demo-moe, demo-dense, a folder in Hugging Face's format, or a Hugging Face id.",
 )
+
+
+def _host_and_port(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise click.BadParameter(f"{value!r} is not of the form HOST:PORT")
+    return value
+
+
 router_option = click.option(
     "--router",
     "router_address",
     metavar="HOST:PORT",
+    callback=_host_and_port,
     default=DEFAULT_ROUTER,
     envvar="PDSERVE_ROUTER",
     show_default=True,
@@ -58,9 +69,9 @@ router_option = click.option(
     help="Where the router is.",
 )
 log_option = setting("--log-level", type=click.Choice(LEVELS), default="info", help="What is said on stderr.")
-port_option = setting("--port", type=int, default=8500, help="Port of the router; 0 takes any that is free.")
+port_option = setting("--port", type=PORT, default=8500, help="Port of the router; 0 takes any that is free.")
 metrics_option = setting(
-    "--metrics-port", type=int, default=0, help="Port of the Prometheus metrics; 0 takes any that is free."
+    "--metrics-port", type=PORT, default=0, help="Port of the Prometheus metrics; 0 takes any that is free."
 )
 host_option = setting("--host", default="127.0.0.1", help="Address to listen at.")
 

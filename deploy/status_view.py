@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 
 from protos.client import PdserveClient
-from protos.values import Status
+from protos.values import Status, WorkerStatus
 
 _COLUMNS = ("worker", "role", "state", "address", "metrics")
-_NUMBERS = ("waiting", "running", "queued tokens", "blocks used", "quarantined")
+_NUMBERS = ("wait", "run", "queued", "blocks")
 _DEADLINE_S = 10.0
 
 
@@ -39,21 +39,36 @@ def workers_table(status: Status) -> Table:
             worker.role,
             worker.state,
             worker.address,
-            worker.metrics_address,
+            _without_host(worker.metrics_address, worker.address),
             f"{worker.num_waiting}",
             f"{worker.num_running}",
             f"{worker.queued_prefill_tokens}",
-            f"{worker.num_used_blocks} of {worker.num_blocks}",
-            f"{worker.num_quarantined_blocks}",
+            _blocks(worker),
         )
     return table
 
 
+def _without_host(address: str, other: str) -> str:
+    """The port alone, where the host is that of the other address: a line has 80 columns."""
+    host, _, port = address.rpartition(":")
+    return f":{port}" if port and other.startswith(f"{host}:") else address
+
+
+def _blocks(worker: WorkerStatus) -> str:
+    """Used of all; quarantined ones, if there are any, are among those used."""
+    quarantined = f" ({worker.num_quarantined_blocks} quarantined)" if worker.num_quarantined_blocks else ""
+    return f"{worker.num_used_blocks}/{worker.num_blocks}{quarantined}"
+
+
 def summary_line(status: Status) -> str:
-    num_workers = len(status.workers)
     kinds = ", ".join(sorted({f"{worker.runner} ({worker.kernels})" for worker in status.workers}))
+    workers = _counted(len(status.workers), "worker")
+    requests = _counted(status.num_requests_in_flight, "request")
     return (
-        f"{status.model_name}: {num_workers} worker{'s' * (num_workers != 1)}{kinds and f', {kinds}'}; "
-        f"{status.num_requests_in_flight} requests in flight; router up for {status.uptime_s:.0f} s"
-        f"{status.metrics_address and f', metrics at {status.metrics_address}'}"
+        f"{status.model_name}: {workers}{kinds and f', {kinds}'}; {requests} in flight; "
+        f"router up for {status.uptime_s:.0f} s{status.metrics_address and f', metrics at {status.metrics_address}'}"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

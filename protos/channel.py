@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from protos.errors import from_rpc_error
+from protos.errors import Unavailable, from_rpc_error, is_connection_failure
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_S = 10.0
@@ -36,11 +36,16 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 @contextmanager
-def service_errors() -> Iterator[None]:
-    """Around a call, or around reading its stream: a gRPC failure comes out as the error the server raised."""
+def service_errors(nobody_there: str = "") -> Iterator[None]:
+    """Around a call, or around reading its stream: a gRPC failure comes out as the error the server raised.
+
+    `nobody_there` is said, if given, where there is no such error because the server cannot be reached.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        if nobody_there and is_connection_failure(error):
+            raise Unavailable(nobody_there) from error
         raise from_rpc_error(error) from None
 
 

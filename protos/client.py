@@ -23,6 +23,7 @@ class PdserveClient:
     """Connects at the first call, and anew after a loss. Use it as an async context manager, or `close` it."""
 
     def __init__(self, address: str) -> None:
+        self._nobody_there = f"no router answers at {address}: start one with `pdserve up`, or give its address"
         self._channel = open_channel(address)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._pools = workers_pb2_grpc.PoolsStub(self._channel)
@@ -56,7 +57,7 @@ class PdserveClient:
         else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(prompt)
-        return _answer(lambda: self._inference.Generate(request, timeout=deadline_s))
+        return _answer(lambda: self._inference.Generate(request, timeout=deadline_s), self._nobody_there)
 
     def chat(
         self,
@@ -74,7 +75,7 @@ class PdserveClient:
             messages=[message.to_message() for message in messages],
             sampling=_sampling_message(sampling),
         )
-        return _answer(lambda: self._inference.Chat(request, timeout=deadline_s))
+        return _answer(lambda: self._inference.Chat(request, timeout=deadline_s), self._nobody_there)
 
     async def tokenize(
         self, text: str | Sequence[ChatMessage], *, deadline_s: float | None = None
@@ -85,17 +86,17 @@ class PdserveClient:
         else:
             conversation = inference_pb2.ChatConversation(messages=[message.to_message() for message in text])
             request = inference_pb2.TokenizeRequest(chat=conversation)
-        with service_errors():
+        with service_errors(self._nobody_there):
             response = await self._inference.Tokenize(request, timeout=deadline_s)
         return list(zip(response.token_ids, response.tokens, strict=True))
 
     async def get_model(self, model: str | None = None, *, deadline_s: float | None = None) -> Model:
-        with service_errors():
+        with service_errors(self._nobody_there):
             request = inference_pb2.GetModelRequest(model=model)
             return Model.from_message(await self._inference.GetModel(request, timeout=deadline_s))
 
     async def get_status(self, *, deadline_s: float | None = None) -> Status:
-        with service_errors():
+        with service_errors(self._nobody_there):
             request = workers_pb2.GetStatusRequest()
             return Status.from_message(await self._pools.GetStatus(request, timeout=deadline_s))
 
@@ -103,7 +104,7 @@ class PdserveClient:
         """Uses a worker for prefill, decode or both, from the next request on."""
         if role not in ROLES:
             raise InvalidArgument(f"role is {role!r}; it must be one of {', '.join(ROLES)}", field="role")
-        with service_errors():
+        with service_errors(self._nobody_there):
             request = workers_pb2.SetRoleRequest(worker_id=worker_id, role=ROLES[role])
             await self._pools.SetRole(request, timeout=deadline_s)
 
@@ -115,11 +116,11 @@ def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams
         raise InvalidArgument(f"sampling: {error}", field="sampling") from error
 
 
-async def _answer(start: Callable[[], AnswerCall]) -> Answer:
+async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:
     """Checks that no token is missing or repeated, and that the answer has an end."""
     call, num_tokens, is_complete = start(), 0, False
     try:
-        with service_errors():
+        with service_errors(nobody_there):
             async for message in call:
                 if message.HasField("usage"):
                     yield Summary.from_message(message)

@@ -115,7 +115,7 @@ DECODE = WorkerStatus(
     worker_id="decode-0",
     epoch="e",
     address="127.0.0.1:40123",
-    metrics_address="",
+    metrics_address="127.0.0.1:40124",
     role="decode",
     flippable=True,
     state="ready",
@@ -142,7 +142,7 @@ def test_workers_table_is_sorted_and_fits_a_terminal() -> None:
     console.print(workers_table(status))
     heading, first, second = (line.split() for line in written(console).splitlines())
     assert heading[:4] == ["worker", "role", "state", "address"]
-    numbers = ["127.0.0.1:40123", "0", "2", "0", "12", "of", "4096"]
-    assert first == ["decode-0", "decode", "ready", *numbers, "0"]
-    assert second == ["prefill-0", "prefill", "ready", *numbers, "1"]
+    numbers = ["127.0.0.1:40123", ":40124", "0", "2", "0", "12/4096"]
+    assert first == ["decode-0", "decode", "ready", *numbers]
+    assert second == ["prefill-0", "prefill", "ready", *numbers, "(1", "quarantined)"]
     assert summary_line(status) == "demo-moe: 2 workers, torch (avx2); 3 requests in flight; router up for 12 s"
