@@ -55,6 +55,9 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["up", "--runner", "quantum"], "'quantum' is not one of 'torch', 'timed'"),
         (["role", "decode-0", "sideways"], "'sideways' is not one of 'prefill', 'decode', 'both'"),
         (["fly"], "No such command 'fly'"),
+        (["up", "--prefill", "-1"], "-1 is not in the range x>=0"),
+        (["up", "--port", "99999"], "99999 is not in the range 0<=x<=65535"),
+        (["status", "--router", "127.0.0.1"], "'127.0.0.1' is not of the form HOST:PORT"),
         (["model", "build", "gpt-7"], "unknown: gpt-7; there are demo-dense and demo-moe"),
     ],
 )
@@ -69,7 +72,6 @@ def test_usage_errors_have_their_own_exit_code(arguments: list[str], complaint: 
     [
         (["up", "--prefill", "0"], "prefill and decode workers need each other: give at least one of each"),
         (["up", "--prefill", "0", "--decode", "0"], "a cluster has at least one worker"),
-        (["up", "--prefill", "-1"], "a cluster has at least one worker"),
         (["up", "--model", "gpt-7"], "'gpt-7' is neither a folder here, nor demo-dense or demo-moe"),
     ],
 )
