@@ -21,7 +21,7 @@ from model.sequence import Sequence
 from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.calls import Context
-from protos.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError
+from protos.errors import FailedPrecondition, InvalidArgument
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -157,10 +157,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 output_index += len(tokens)
                 metrics.OUTPUT_TOKENS.inc(len(tokens))
                 yield message
-        except ServiceError:
-            raise
-        except Exception as error:
-            raise Internal("the step that computed this sequence failed") from error
         finally:
             self.scheduler.remove(decoding)
 

@@ -46,9 +46,3 @@ def test_what_a_row_needs() -> None:
     assert not SamplingParams(max_tokens=1).has_penalties
     for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert made(penalty, 0.5).has_penalties
-
-
-def test_fewer_tokens_take_min_tokens_along() -> None:
-    params = SamplingParams(max_tokens=10, min_tokens=4, seed=7)
-    assert params.with_max_tokens(3) == SamplingParams(max_tokens=3, min_tokens=3, seed=7)
-    assert params.with_max_tokens(20) == SamplingParams(max_tokens=20, min_tokens=4, seed=7)
