@@ -24,8 +24,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from model.demo_models import DENSE, MOE, build, default_cache
-from model.runner import Chunk
+from model.cache_folder import default_cache
+from model.demo_models import DENSE, MOE, build
+from model.runner import Chunk, SampledToken
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
 
@@ -65,7 +66,7 @@ class Ours:
             blocks = list(range(first, first - (-len(history) // BLOCK_SIZE)))
             chunks.append(Chunk(history[start:], start, blocks, GREEDY, history, PROMPT_TOKENS))
         sampled = self._runner.execute(chunks).sampled
-        tokens = [token.token_id for token in sampled if token is not None]
+        tokens = [token.token_id for token in sampled if isinstance(token, SampledToken)]
         for (history, _), token in zip(parts, tokens, strict=True):
             history.append(token)
         return tokens

@@ -31,9 +31,10 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import HandoverTarget, SenderIdentity
 from model.block_pool import BlockPool, hash_blocks
-from model.demo_models import DENSE, build, default_cache
+from model.cache_folder import default_cache
+from model.demo_models import DENSE, build
 from model.kv_layout import KVLayout
-from model.runner import Chunk, LayerDone
+from model.runner import Chunk, LayerDone, NonFiniteLogits
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
 
@@ -118,6 +119,8 @@ class PrefillSide:
         execute = self._runner.execute
         output = await asyncio.get_running_loop().run_in_executor(self._compute, lambda: execute([chunk], hook))
         token = output.sampled[0]
+        if isinstance(token, NonFiniteLogits):
+            raise token
         return 0 if token is None else token.token_id
 
     def _hook(self, outgoing: Outgoing, blocks: list[int], start: int, end: int, num_tokens: int) -> LayerDone:

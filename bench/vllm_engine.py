@@ -7,6 +7,7 @@ Prints a JSON line last: seconds by row.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -16,6 +17,8 @@ ROUNDS = 5
 
 
 def main() -> None:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, enough; it would take most of the memory there is
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
     folder, sizes = sys.argv[1], json.loads(sys.argv[2])

@@ -47,6 +47,10 @@ class Backend(Protocol):
         """The weight as the parts want it: itself, or a copy on another device or in another dtype."""
         ...
 
+    def placed_bytes(self, weight: Tensor) -> int:
+        """Memory that it takes once it is placed."""
+        ...
+
     def norm(self, weight: Tensor, eps: float) -> Norm: ...
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear: ...
@@ -68,6 +72,9 @@ class TorchBackend:
 
     def place(self, weight: Tensor) -> Tensor:
         return weight.to(self.device, self.activations)
+
+    def placed_bytes(self, weight: Tensor) -> int:
+        return weight.numel() * self.activations.itemsize
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return TorchNorm(weight, eps)
@@ -99,6 +106,9 @@ class KernelBackend:
 
     def place(self, weight: Tensor) -> Tensor:
         return weight if self._dtype == torch.float32 else weight.to(self._dtype)
+
+    def placed_bytes(self, weight: Tensor) -> int:
+        return weight.nbytes if self._dtype == torch.float32 else weight.numel() * self._dtype.itemsize
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return KernelNorm(self._library, weight, eps)

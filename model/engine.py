@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from model.runner import Chunk, LayerDone, ModelRunner, SampledToken, StepOutput
+from model.runner import Chunk, LayerDone, ModelRunner, NonFiniteLogits, Outcome, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Scheduler(Protocol):
         """Chunks of at most `num_tokens` tokens together, their blocks already held. Empty: nothing to do now."""
         ...
 
-    def complete(self, sampled: Sequence[SampledToken | None], output: StepOutput) -> None:
-        """Results of exactly the chunks that the last `schedule` returned, in order."""
+    def complete(self, sampled: Sequence[Outcome], output: StepOutput) -> None:
+        """Results of exactly the chunks that the last `schedule` returned, in order: an error ends its sequence."""
         ...
 
     def fail(self, error: Exception) -> None:
@@ -96,14 +96,20 @@ class Engine:
                 if part:
                     scheduler.fail(error)
             return True
+        self._hand_back(parts, output)
+        if self._observe is not None:
+            self._observe([scheduled.chunk for scheduled in batch], output)
+        return True
+
+    def _hand_back(self, parts: Sequence[Sequence[ScheduledChunk]], output: StepOutput) -> None:
         start = 0
         for scheduler, part in zip(self._schedulers, parts, strict=True):
             if part:
                 scheduler.complete(output.sampled[start : start + len(part)], output)
             start += len(part)
-        if self._observe is not None:
-            self._observe([scheduled.chunk for scheduled in batch], output)
-        return True
+        failures = [outcome for outcome in output.sampled if isinstance(outcome, NonFiniteLogits)]
+        if failures:  # whoever reads their streams is told no more than that an internal error ended them
+            logger.error("%d of %d chunks have no token: %s", len(failures), len(output.sampled), failures[0])
 
     async def _execute(self, batch: Sequence[ScheduledChunk]) -> StepOutput:
         hooks = [scheduled.layer_done for scheduled in batch if scheduled.layer_done is not None]

@@ -57,7 +57,7 @@ def check_memory(layout: KVLayout, num_blocks: int, max_sequence_tokens: int, av
         raise CacheDoesNotFit(
             f"a KV cache of {num_blocks} blocks ({_gib(num_blocks * layout.block_bytes)}) cannot hold one sequence of "
             f"{max_sequence_tokens} tokens, which takes {needed} blocks ({_gib(needed * layout.block_bytes)}): raise "
-            f"--kv-cache-gb to at least {needed * layout.block_bytes / GIB:.3g}"
+            f"--kv-cache-gb to at least {needed * layout.block_bytes / GIB:.3g}, or cap sequences with --max-context"
         )
     num_bytes = num_blocks * layout.block_bytes
     if num_bytes > available_bytes:

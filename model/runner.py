@@ -48,11 +48,19 @@ class SampledToken:
     logprobs: Logprobs | None = None
 
 
+class NonFiniteLogits(ArithmeticError):
+    """Why a chunk that wanted a token has none: its logits hold NaN or infinity, or nothing else than -infinity."""
+
+
+Outcome = SampledToken | NonFiniteLogits | None
+"""Of one chunk: None where it wanted no token, the error where there is none to be had."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`sampled[i]` belongs to chunk i, None where it wanted no token. `expert_load`: tokens, [layers, experts]."""
+    """`sampled[i]` belongs to chunk i. `expert_load`: tokens, [layers, experts]."""
 
-    sampled: tuple[SampledToken | None, ...]
+    sampled: tuple[Outcome, ...]
     compute_s: float = 0.0
     expert_load: Sequence[Sequence[int]] = field(default=())
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.randomness import Purpose, gumbel_noise, seed_tensor
-from model.runner import Chunk, Logprobs, SampledToken
+from model.runner import Chunk, Logprobs, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
 
 COLDEST = 1e-6  # temperatures below are taken as this: dividing by them would overflow
@@ -22,25 +22,17 @@ _NUMBERS_AT_ONCE = 2**17  # random numbers per tile: more would leave the proces
 _FIRST_CANDIDATES = 64  # enough for most top-p rows; more are looked at only where they are needed
 
 
-class NonFiniteLogits(ArithmeticError):
-    """Rows whose logits hold NaN or infinity, or nothing else than -infinity. The step has no result for any row."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        super().__init__(f"logits of row {', '.join(map(str, rows))} of the batch are not finite")
-        self.rows = tuple(rows)
-
-
-def sample(logits: Tensor, rows: Sequence[Chunk]) -> list[SampledToken]:
-    """The next token of each row. `logits` [R, V] is not changed; a single -infinity in it forbids a token.
+def sample(logits: Tensor, rows: Sequence[Chunk]) -> list[SampledToken | NonFiniteLogits]:
+    """The next token of each row, or that it has none. `logits` [R, V] is not changed; a -infinity forbids a token.
 
     A batch of plain greedy rows costs one maximum; only rows that ask for more are copied.
-
-    Raises:
-        NonFiniteLogits: naming the rows, before anything is sampled.
     """
     highest, tokens = logits.max(dim=-1)
-    if not bool(torch.isfinite(highest).all()):  # a maximum carries NaN along
-        raise NonFiniteLogits((~torch.isfinite(highest)).nonzero().flatten().tolist())
+    is_finite = torch.isfinite(highest)  # a maximum carries NaN along
+    if not bool(is_finite.all()):
+        finite = is_finite.nonzero().flatten().tolist()
+        sampled = dict(zip(finite, sample(logits[finite], [rows[index] for index in finite]), strict=True))
+        return [sampled.get(index) or NonFiniteLogits("the logits are not finite") for index in range(len(rows))]
     special = [index for index, row in enumerate(rows) if not _is_plain_greedy(row)]
     if special:
         tokens[special] = _choose(logits[special].float(), [rows[index] for index in special])
@@ -68,7 +60,7 @@ def _choose(scores: Tensor, rows: Sequence[Chunk]) -> Tensor:
         if _params(row).has_penalties:
             _penalise(scores[index], row)
         if _must_go_on(row):
-            scores[index, [token for token in _params(row).stop_token_ids if 0 <= token < scores.shape[1]]] = -math.inf
+            scores[index, [token for token in _params(row).stop_token_ids if token < scores.shape[1]]] = -math.inf
     drawn = [index for index, row in enumerate(rows) if not _params(row).is_greedy]
     if len(drawn) == len(rows):
         return _draw(scores, rows)

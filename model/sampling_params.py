@@ -48,6 +48,8 @@ class SamplingParams:
         _check(self, "seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidSampling("stop_token_ids", f"has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
+        if min(self.stop_token_ids, default=0) < 0:
+            raise InvalidSampling("stop_token_ids", f"has {min(self.stop_token_ids)}; each must be 0 or more")
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
             raise InvalidSampling("logprobs", f"is {self.num_logprobs}; it must be 0 to {MAX_LOGPROBS}")
 

@@ -62,10 +62,6 @@ class Tokenizer:
             _chat_template(folder, config),
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def encode(self, text: str) -> list[int]:
         """With what the tokenizer itself puts around a text (such as a begin token)."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,14 +18,13 @@ from model.checkpoint import map_weights, model_digest
 from model.config import DTYPES, ModelConfig
 from model.kv_cache import PagedKVCache, available_bytes, check_memory, num_blocks_that_fit
 from model.kv_layout import KVLayout
-from model.runner import Chunk, LayerDone, SampledToken, StepOutput
+from model.layer_events import LayerEvents
+from model.runner import Chunk, LayerDone, StepOutput
 from model.sampling import sample
 from model.step_input import StepInput
 from model.transformer import Transformer
 
 logger = logging.getLogger(__name__)
-
-Sampler = Callable[[Tensor, Sequence[Chunk]], list[SampledToken]]
 
 
 class TorchRunner:
@@ -45,13 +44,15 @@ class TorchRunner:
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         block_size: int = 16,
+        max_context_tokens: int | None = None,
         dtype: str = "auto",
         kv_dtype: str = "auto",
         device: str = "cpu",
         num_threads: int | None = None,
         kernels: str = "auto",
     ) -> TorchRunner:
-        """Reads the checkpoint and takes the cache: `num_blocks` or as many as fit `kv_cache_bytes`.
+        """Reads the checkpoint and takes the cache: `num_blocks` or as many as fit `kv_cache_bytes`, which has to hold
+        a sequence of `max_context_tokens` (None: of the model's whole context).
 
         `dtype` is that of the computation; "auto" is the checkpoint's. The AVX2 kernels always compute in float32, on
         the weights as they are stored. `kv_dtype` is "auto" for `dtype`. `num_threads` is torch's, for this process.
@@ -74,8 +75,10 @@ class TorchRunner:
             block_size=block_size,
         )
         weights = map_weights(folder, config)
-        cache = _cache(layout, num_blocks, kv_cache_bytes, config, weights, torch.device(device))
         backend = choose_backend(kernels, config, torch.device(device), getattr(torch, dtype))
+        weight_bytes = sum(backend.placed_bytes(tensor) for tensor in weights.values())
+        max_tokens = max_context_tokens or config.max_position_embeddings
+        cache = _cache(layout, num_blocks, kv_cache_bytes, max_tokens, weight_bytes, torch.device(device))
         weights = {name: backend.place(tensor) for name, tensor in weights.items()}
         return cls(config, Transformer(config, weights, backend, cache), cache, backend.name)
 
@@ -99,10 +102,13 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk], layer_done: LayerDone | None = None) -> StepOutput:
         begin = time.perf_counter()
-        logits, load = self.logits(chunks, layer_done)
-        wanting = [chunk for chunk in chunks if chunk.sampling is not None]
-        tokens = iter(sample(logits, wanting) if wanting else ())
-        sampled = tuple(next(tokens) if chunk.sampling is not None else None for chunk in chunks)
+        try:
+            logits, load = self.logits(chunks, layer_done)
+            wanting = [chunk for chunk in chunks if chunk.sampling is not None]
+            outcomes = iter(sample(logits, wanting) if wanting else ())
+        finally:  # also after an error: the blocks of a step may go to others as soon as it is over
+            self._wait_for_device()
+        sampled = tuple(next(outcomes) if chunk.sampling is not None else None for chunk in chunks)
         return StepOutput(sampled, time.perf_counter() - begin, load.tolist() if load is not None else ())
 
     @torch.inference_mode()
@@ -110,7 +116,20 @@ class TorchRunner:
         """One forward: logits [R, V] of the chunks that want a token, in order, and expert load [L, E]."""
         step = StepInput.of(chunks, self.layout.block_size, self._model.inverse_frequencies)
         ends = (step.query_starts[1:] - 1)[[index for index, chunk in enumerate(chunks) if chunk.sampling is not None]]
-        return self._model.forward(step, ends, layer_done)
+        if layer_done is None or not self._queues_work:
+            return self._model.forward(step, ends, layer_done)
+        events = LayerEvents(layer_done, self._cache.memory.device)
+        result = self._model.forward(step, ends, events.queued)
+        events.wait()
+        return result
+
+    @property
+    def _queues_work(self) -> bool:
+        return self._cache.memory.device.type == "cuda"
+
+    def _wait_for_device(self) -> None:
+        if self._queues_work:
+            torch.cuda.current_stream(self._cache.memory.device).synchronize()
 
 
 def _named_dtype(name: str, value: str, default: str) -> str:
@@ -123,14 +142,13 @@ def _cache(
     layout: KVLayout,
     num_blocks: int | None,
     kv_cache_bytes: int | None,
-    config: ModelConfig,
-    weights: dict[str, Tensor],
+    max_sequence_tokens: int,
+    weight_bytes: int,
     device: torch.device,
 ) -> PagedKVCache:
     if (num_blocks is None) == (kv_cache_bytes is None):
         raise ValueError("give either num_blocks or kv_cache_bytes")
     if num_blocks is None:
         num_blocks = num_blocks_that_fit(layout, kv_cache_bytes or 0)
-    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    check_memory(layout, num_blocks, config.max_position_embeddings, available_bytes(device) - weight_bytes)
+    check_memory(layout, num_blocks, max_sequence_tokens, available_bytes(device) - weight_bytes)
     return PagedKVCache(layout, num_blocks, device)

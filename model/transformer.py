@@ -53,6 +53,7 @@ class Transformer:
         """Logits [R, V] of the tokens at `rows` [R], and the load of the experts [L, E] if there are any.
 
         The last layer has keys and values of all tokens, but what follows in it is computed for `rows` alone.
+        `layer_done` is called when the calls that store a layer have returned: on CUDA its work is then only queued.
         """
         hidden = F.embedding(step.token_ids, self._embedding).to(self._activations)  # [T, hidden]
         loads = []

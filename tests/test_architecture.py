@@ -37,6 +37,7 @@ FORBIDDEN_LIBRARIES = {
 MODEL_SEEN_BY = {
     "router": {
         "block_pool",
+        "cache_folder",
         "chat_template",
         "checkpoint",
         "config",

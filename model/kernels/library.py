@@ -8,12 +8,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from model.cache_folder import default_cache
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=gnu11", "-Wall", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", "-pthread")
@@ -32,11 +37,12 @@ def load() -> ctypes.CDLL:
         raise KernelsUnavailable(f"this CPU lacks {', '.join(sorted(lacking))}")
     sources = sorted(SOURCES.glob("*.c"))
     content = b"".join(path.read_bytes() for path in [*sources, SOURCES / "kernels.h"])
-    folder = Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve") / "kernels"
+    folder = default_cache() / "kernels"
     library = folder / f"{hashlib.sha256(content + repr(FLAGS).encode()).hexdigest()[:24]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as build:
+            logger.info("compiling the kernels for this machine, once")
             target = Path(build) / library.name
             _run([_compiler(), *FLAGS, "-o", str(target), *map(str, sources), "-lm"])
             target.replace(library)  # at once, so that processes can do this side by side

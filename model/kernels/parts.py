@@ -24,7 +24,7 @@ MAX_GROUP = 48
 TOKENS_AT_ONCE = 512  # through the feed-forward net: bounds its scratch memory
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
-_SIGNATURES = {
+SIGNATURES = {
     "linear": (_P, _L, _L, _I, _I, _P, _P, _P, _P, _I, _I),
     "rms_norm": (_P, _P, _F, _L, _L, _P, _I),
     "feed_forward": (_P, _L, _L, _L, _I, _P, _P, _P, _P, _P, _I),
@@ -36,7 +36,7 @@ _SIGNATURES = {
 
 def library() -> ctypes.CDLL:
     kernels = load()
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         function = getattr(kernels, name)
         function.argtypes, function.restype = arguments, None
     return kernels

@@ -22,8 +22,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from model import demo_models
+from model.cache_folder import default_cache
 from model.chat_template import ChatMessage
-from model.demo_models import DENSE, MOE, BuildFailed, build, default_cache
+from model.demo_models import DENSE, MOE, BuildFailed, build
 from model.model_source import ModelUnavailable, resolve_model
 from model.tokenizer import Detokenizer, Tokenizer
 from model.upcycling import Upcycling, upcycle
@@ -140,6 +141,13 @@ def test_a_model_is_built_once(conversions: list[Path], tmp_path: Path) -> None:
     assert stat.S_IMODE((folder / "config.json").stat().st_mode) == 0o644
     assert build(DENSE, tmp_path, QUIET) == resolve_model(DENSE, tmp_path) == folder
     assert len(conversions) == 1
+
+
+def test_each_step_of_a_build_says_what_it_does_and_how_long_it_took(conversions: list[Path], tmp_path: Path) -> None:
+    said = io.StringIO()
+    build(DENSE, tmp_path, Console(file=said, width=200))
+    what = "Converting SmolLM2-135M-Instruct to safetensors"
+    assert said.getvalue().splitlines()[:2] == [f"{what} ...", f"{what}: took 0 s"]
 
 
 def test_who_comes_second_waits_for_the_first(conversions: list[Path], tmp_path: Path) -> None:

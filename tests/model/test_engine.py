@@ -10,14 +10,14 @@ import pytest
 
 from model.engine import Engine, ScheduledChunk
 from model.kv_layout import KVLayout
-from model.runner import Chunk, LayerDone, SampledToken, StepOutput
+from model.runner import Chunk, LayerDone, NonFiniteLogits, Outcome, SampledToken, StepOutput
 from model.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
 
 class EchoRunner:
-    """Samples the last token of a chunk plus one; three layers. Fails for token 13."""
+    """Samples the last token of a chunk plus one; three layers. Fails for token 13, and has no logits after 17."""
 
     layout = KVLayout("x", "float32", 3, 1, 4)
     num_blocks = 1
@@ -46,10 +46,17 @@ class EchoRunner:
             raise RuntimeError("thirteen")
         time.sleep(0.002)
         return StepOutput(
-            tuple(SampledToken(chunk.token_ids[-1] + 1) if chunk.sampling else None for chunk in chunks),
+            tuple(self._outcome(chunk) for chunk in chunks),
             compute_s=99.0,
             expert_load=((1, 2),),
         )
+
+    def _outcome(self, chunk: Chunk) -> Outcome:
+        if chunk.sampling is None:
+            return None
+        if chunk.token_ids[-1] == 17:
+            return NonFiniteLogits("seventeen")
+        return SampledToken(chunk.token_ids[-1] + 1)
 
 
 class Queue:
@@ -58,7 +65,7 @@ class Queue:
     def __init__(self, *chunks: ScheduledChunk) -> None:
         self.waiting = list(chunks)
         self.budgets: list[int] = []
-        self.sampled: list[list[int | None]] = []
+        self.sampled: list[list[int | str | None]] = []  # a step's token ids, or why there is none
         self.failures: list[Exception] = []
 
     def schedule(self, num_tokens: int) -> Sequence[ScheduledChunk]:
@@ -69,8 +76,10 @@ class Queue:
             part.append(self.waiting.pop(0))
         return part
 
-    def complete(self, sampled: Sequence[SampledToken | None], output: StepOutput) -> None:
-        self.sampled.append([None if token is None else token.token_id for token in sampled])
+    def complete(self, sampled: Sequence[Outcome], output: StepOutput) -> None:
+        self.sampled.append(
+            [None if one is None else one.token_id if isinstance(one, SampledToken) else str(one) for one in sampled]
+        )
 
     def fail(self, error: Exception) -> None:
         self.failures.append(error)
@@ -129,6 +138,21 @@ async def test_a_failed_step_fails_its_parts_and_the_next_one_runs() -> None:
     assert idle.failures == []
     assert first.sampled == []
     assert second.sampled == [[3]]
+
+
+async def test_a_chunk_without_finite_logits_leaves_its_neighbours_their_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner, seen = EchoRunner(), list[StepOutput]()
+    first, second = Queue(chunk(4), chunk(16, 17), chunk(5)), Queue(chunk(17, sampling=None), chunk(6))
+    engine = Engine(runner, [first, second], max_step_tokens=9, observe=lambda chunks, output: seen.append(output))
+    async with running(engine):
+        await until(lambda: second.sampled)
+    assert first.sampled == [[5, "seventeen", 6]]
+    assert second.sampled == [[None, 7]]
+    assert first.failures == second.failures == []
+    assert len(seen) == 1  # the step itself counts
+    assert [record.getMessage() for record in caplog.records] == ["1 of 5 chunks have no token: seventeen"]
 
 
 async def test_idle_it_neither_spins_nor_misses_a_wake() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 
 from model.kernels import library as compiled
 from model.kernels.library import KernelsUnavailable
-from model.kernels.parts import KernelFeedForward, KernelLinear, KernelMoE, KernelNorm, library
+from model.kernels.parts import SIGNATURES, KernelFeedForward, KernelLinear, KernelMoE, KernelNorm, library
 from model.moe import Expert, TorchMoE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -141,6 +143,17 @@ def test_mixture(dtype: torch.dtype, num_experts: int, per_token: int, num_token
     assert load.tolist() == expected_load.tolist()
     assert int(load.sum()) == num_tokens * per_token
     close(total, expected, tolerance=5e-6)
+
+
+def test_every_kernel_is_called_with_the_types_it_has_in_c() -> None:
+    """ctypes cannot see a prototype: an argument too few, or a long passed as an int, would be read as garbage."""
+    source = "".join(path.read_text() for path in compiled.SOURCES.glob("*.c"))
+    prototypes = dict(re.findall(r"^void (\w+)\(([^)]*)\) \{", source, flags=re.MULTILINE))
+    of_word = {"float": ctypes.c_float, "int": ctypes.c_int, "long": ctypes.c_long}
+    for name, types in SIGNATURES.items():
+        words = [parameter.split() for parameter in prototypes[name].split(",")]
+        expected = [ctypes.c_void_p if "*" in "".join(parts) else of_word[parts[0]] for parts in words]
+        assert list(types) == expected, name
 
 
 def test_without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ LIMITS = [
     ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
     ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
     ("seed", [0, 2**64 - 1], [-1, 2**64]),
-    ("stop_token_ids", [(), tuple(range(64))], [tuple(range(65))]),
+    ("stop_token_ids", [(), (0,), tuple(range(64))], [tuple(range(65)), (-1,), (5, -1)]),
     ("num_logprobs", [None, 0, 20], [-1, 21]),
 ]
 

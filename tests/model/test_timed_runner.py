@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.kv_layout import KVLayout
-from model.runner import Chunk, Logprobs
+from model.runner import Chunk, Logprobs, SampledToken
 from model.sampling_params import SamplingParams
 from model.timed_runner import StepTiming, TimedRunner, expected_tokens
 
@@ -39,7 +39,7 @@ def generate(
     tokens, start = list(prompt), 0
     while len(tokens) < len(prompt) + num_tokens:
         (sampled,) = one.execute([chunk(tokens, start, len(tokens), blocks, params)]).sampled
-        assert sampled is not None
+        assert isinstance(sampled, SampledToken)
         start = len(tokens)
         tokens.append(sampled.token_id)
     return tokens[len(prompt) :]
@@ -69,7 +69,7 @@ def test_tokens_do_not_depend_on_blocks_or_chunks(prompt: list[int], blocks: lis
     edges = [0, *sorted({cut for cut in cuts if cut < len(prompt)}), len(prompt)]
     for start, end in pairwise(edges):
         (sampled,) = one.execute([chunk(prompt, start, end, blocks[::-1])]).sampled
-    assert sampled is not None
+    assert isinstance(sampled, SampledToken)
     assert sampled.token_id == expected[0]
 
 
@@ -81,7 +81,7 @@ def test_a_batch_is_what_each_would_be_alone() -> None:
     sampled = runner().execute(batch).sampled
     assert sampled[1] is None
     alone = [expected_tokens(prompt, 1, LAYOUT, vocab_size=VOCAB)[0] for prompt in prompts]
-    assert [token.token_id for token in sampled if token] == alone
+    assert [token.token_id for token in sampled if isinstance(token, SampledToken)] == alone
 
 
 def test_different_prompts_continue_differently() -> None:
@@ -96,14 +96,14 @@ def test_a_handed_over_cache_goes_on_exactly() -> None:
     prompt = list(range(100, 114))
     sender, receiver = runner(num_blocks=6), runner(num_blocks=16)
     (first,) = sender.execute([chunk(prompt, 0, 14, [5, 0, 3, 1])]).sampled
-    assert first is not None
+    assert isinstance(first, SampledToken)
     for source, target in zip([5, 0, 3, 1], [10, 2, 15, 4], strict=True):
         for layer in range(LAYOUT.num_layers):
             memory(receiver)[region(receiver, layer, target)] = memory(sender)[region(sender, layer, source)]
     tokens = [*prompt, first.token_id]
     for length in range(14, 20):
         (sampled,) = receiver.execute([chunk(tokens, length, length + 1, [10, 2, 15, 4, 6, 7])]).sampled
-        assert sampled is not None
+        assert isinstance(sampled, SampledToken)
         tokens.append(sampled.token_id)
     assert tokens[14:] == expected_tokens(prompt, 7, LAYOUT, vocab_size=VOCAB)
 
@@ -117,7 +117,7 @@ def test_any_part_of_a_block_that_did_not_arrive_shows_in_the_next_token(layer: 
     assert generate(one, prompt, blocks, 1) == expected[:1]
     memory(one)[region(one, layer, blocks[index])] = bytes(LAYOUT.layer_block_bytes)
     (sampled,) = one.execute([chunk([*prompt, expected[0]], 14, 15, blocks)]).sampled
-    assert sampled is not None
+    assert isinstance(sampled, SampledToken)
     assert sampled.token_id != expected[1]
 
 
@@ -135,7 +135,7 @@ def test_every_word_a_token_wrote_is_read_again_within_some_steps() -> None:
         tokens = [*prompt, expected[0]]
         for length in range(8, 8 + num_steps - 1):
             (sampled,) = one.execute([chunk(tokens, length, length + 1, blocks)]).sampled
-            assert sampled is not None
+            assert isinstance(sampled, SampledToken)
             tokens.append(sampled.token_id)
         assert tokens[8:] != expected, f"place {place} was never read"
 
@@ -168,7 +168,7 @@ def test_end_tokens_are_never_sampled_and_logprobs_are_of_certainty() -> None:
     assert set(found) == {1, 3}
     assert found == expected_tokens([1], 60, layout, vocab_size=4, never_sampled=(0, 2))
     (sampled,) = one.execute([chunk([1], 0, 1, [0], params)]).sampled
-    assert sampled is not None
+    assert isinstance(sampled, SampledToken)
     assert sampled.logprobs == Logprobs(0.0, ((sampled.token_id, 0.0),))
 
 

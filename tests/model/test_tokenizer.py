@@ -215,7 +215,6 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%%') }} file")
     assert Tokenizer.load(folder).render_chat(MESSAGES) == "% file"
     bare = Tokenizer.load(write(tmp_path / "bare", byte_level()))
-    assert not bare.has_chat_template
     with pytest.raises(NoChatTemplate, match="bare has no chat template"):
         bare.render_chat(MESSAGES)
 

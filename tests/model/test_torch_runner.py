@@ -13,7 +13,7 @@ from model import backend
 from model.kernels.library import KernelsUnavailable
 from model.kv_cache import CacheDoesNotFit, num_blocks_that_fit
 from model.kv_layout import KVLayout
-from model.runner import Chunk, ModelRunner
+from model.runner import Chunk, ModelRunner, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
 from tests.model.tiny_models import MAX_TOKENS, VOCAB_SIZE, build, reference_logits
@@ -40,7 +40,7 @@ def test_greedy_decode_is_that_of_transformers(tmp_path: Path) -> None:
     for _ in range(30):
         expected = int(reference_logits(reference, history)[-1].argmax())
         output = runner.execute([Chunk(history[start:], start, blocks(4), GREEDY, history, 20)])
-        assert [token and token.token_id for token in output.sampled] == [expected]
+        assert output.sampled == (SampledToken(expected),)
         start = len(history)
         history.append(expected)
 
@@ -97,6 +97,21 @@ def test_dense_model_has_no_expert_load(tmp_path: Path) -> None:
     build("qwen2", tmp_path)
     runner = TorchRunner.load(tmp_path, num_blocks=20)
     assert runner.execute([Chunk([1], 0, [0], GREEDY, [1], 1)]).expert_load == ()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "avx2"])
+def test_a_sequence_whose_cache_is_damaged_has_no_token_and_its_neighbours_have_theirs(
+    mixtral: Path, kernels: str
+) -> None:
+    runner = TorchRunner.load(mixtral, num_blocks=40, kernels=kernels)
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    wanted = [Chunk(prompt[-1:], len(prompt) - 1, [i], GREEDY, prompt, 1) for i, prompt in enumerate(prompts)]
+    runner.execute([Chunk(prompt, 0, [i]) for i, prompt in enumerate(prompts)])
+    whole = runner.execute(wanted).sampled
+    runner._cache.memory[0, 1, 0, 1, 0] = torch.nan  # a value of the second sequence's first token
+    damaged = runner.execute(wanted).sampled
+    assert isinstance(damaged[1], NonFiniteLogits)
+    assert (damaged[0], damaged[2]) == (whole[0], whole[2])
 
 
 def test_cache_in_bytes(mixtral: Path) -> None:

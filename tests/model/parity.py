@@ -1,0 +1,120 @@
+"""What any runner must compute, whatever device and kernels it runs on: checks against transformers on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.runner import Chunk
+from model.sampling_params import SamplingParams
+from model.torch_runner import TorchRunner
+from tests.model.tiny_models import VOCAB_SIZE, reference_logits
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+BLOCK_SIZE = 4
+TOLERANCE = 1e-4
+
+
+class Model:
+    """A runner, what it is compared with, and block ids in random order."""
+
+    def __init__(self, reference: PreTrainedModel, runner: TorchRunner) -> None:
+        self.reference = reference
+        self.runner = runner
+        self.free_blocks = random.Random(0).sample(range(runner.num_blocks), runner.num_blocks)
+
+    def take_blocks(self, num_tokens: int) -> list[int]:
+        return [self.free_blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
+
+    def chunk(self, token_ids: Sequence[int], start: int, end: int, block_ids: Sequence[int]) -> Chunk:
+        blocks = block_ids[: -(-end // BLOCK_SIZE)]
+        return Chunk(token_ids[start:end], start, blocks, GREEDY, token_ids[:end], num_prompt_tokens=end)
+
+    def logits(self, *chunks: Chunk) -> Tensor:
+        return self.runner.logits(chunks)[0].cpu()
+
+    def expected(self, token_ids: Sequence[int], end: int | None = None) -> Tensor:
+        """After the last of the first `end` tokens."""
+        return reference_logits(self.reference, token_ids[:end])[-1]
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def whole_prompts(model: Model) -> None:
+    for length in (1, 4, 31):
+        prompt = tokens(length)
+        found = model.logits(model.chunk(prompt, 0, length, model.take_blocks(length)))
+        close(found[0], model.expected(prompt))
+
+
+def uneven_chunks(model: Model) -> None:
+    prompt, ends = tokens(90), (1, 2, 9, 40, 41, 77, 90)
+    blocks = model.take_blocks(90)
+    for start, end in zip((0, *ends), ends, strict=False):
+        found = model.logits(model.chunk(prompt, start, end, blocks))
+        close(found[0], model.expected(prompt, end))
+
+
+def prefix_of_another_sequence(model: Model) -> None:
+    shared, first, second = tokens(24), tokens(9, seed=2), tokens(13, seed=3)
+    blocks = model.take_blocks(33)
+    model.logits(model.chunk(shared + first, 0, 33, blocks))
+    reused = blocks[: 24 // BLOCK_SIZE] + model.take_blocks(13)
+    found = model.logits(model.chunk(shared + second, 24, 37, reused))
+    close(found[0], model.expected(shared + second))
+
+
+def decode_batched_with_prefill(model: Model) -> None:
+    """Three sequences decode while a fourth is prefilled in two chunks and a fifth in one."""
+    lengths = (5, 17, 40)
+    prompts = [tokens(length + 2, seed=length) for length in lengths]
+    blocks = [model.take_blocks(length + 2) for length in lengths]
+    model.logits(*(model.chunk(p, 0, n, b) for p, n, b in zip(prompts, lengths, blocks, strict=True)))
+    late, late_blocks = tokens(30, seed=7), model.take_blocks(30)
+    other, other_blocks = tokens(11, seed=8), model.take_blocks(11)
+    for step, (start, end) in enumerate(((0, 19), (19, 30))):
+        decoding = [model.chunk(p, n + step, n + step + 1, b) for p, n, b in zip(prompts, lengths, blocks, strict=True)]
+        extra = [model.chunk(other, 0, 11, other_blocks)] if step else []
+        found = model.logits(decoding[0], model.chunk(late, start, end, late_blocks), *decoding[1:], *extra)
+        wanted = [(prompts[0], lengths[0] + step + 1), (late, end)]
+        wanted += [(p, n + step + 1) for p, n in zip(prompts[1:], lengths[1:], strict=True)]
+        wanted += [(other, 11)] if step else []
+        close(found, torch.stack([model.expected(ids, end) for ids, end in wanted]))
+
+
+def only_rows_that_want_a_token_have_logits(model: Model) -> None:
+    prompt, blocks = tokens(12), model.take_blocks(12)
+    silent = Chunk(prompt[:8], 0, blocks[:2])
+    wanting = model.chunk(prompt, 0, 12, model.take_blocks(12))
+    found = model.logits(silent, wanting)
+    assert found.shape == (1, VOCAB_SIZE)
+    close(found[0], model.expected(prompt))
+
+
+CHECKS: tuple[Callable[[Model], None], ...] = (
+    whole_prompts,
+    uneven_chunks,
+    prefix_of_another_sequence,
+    decode_batched_with_prefill,
+    only_rows_that_want_a_token_have_logits,
+)
+
+
+def bfloat16_is_near_float32_on_the_same_weights(model: Model) -> None:
+    """For a model whose weights and cache are in bfloat16."""
+    assert model.runner.layout.dtype == "bfloat16"
+    prompt, blocks = tokens(200), model.take_blocks(200)
+    model.logits(model.chunk(prompt, 0, 193, blocks))
+    found = model.logits(model.chunk(prompt, 193, 200, blocks))[0]
+    expected = model.expected(prompt)
+    assert (found - expected).norm() < 0.03 * expected.norm()
