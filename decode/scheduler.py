@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from decode.outbox import Outbox
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
-from model.runner import SampledToken, StepOutput
+from model.runner import NonFiniteLogits, Outcome, StepOutput
 from model.sequence import Sequence
 
 
@@ -99,13 +99,13 @@ class DecodeScheduler:
             decoding.started_at = decoding.started_at or time.monotonic()
         return [ScheduledChunk(d.sequence.next_chunk(count)) for d, count in self._in_step.items()]
 
-    def complete(self, sampled: Items[SampledToken | None], output: StepOutput) -> None:
+    def complete(self, sampled: Items[Outcome], output: StepOutput) -> None:
         ran, self._in_step = self._in_step, {}
-        for (decoding, num_tokens), token in zip(ran.items(), sampled, strict=True):
+        for (decoding, num_tokens), outcome in zip(ran.items(), sampled, strict=True):
             if decoding.ended_at is not None:
                 decoding.sequence.drop_blocks(self._pool)
             else:
-                self._advance(decoding, num_tokens, token)
+                self._advance(decoding, num_tokens, outcome)
 
     def fail(self, error: Exception) -> None:
         failed, self._in_step = self._in_step, {}
@@ -173,15 +173,19 @@ class DecodeScheduler:
             self._running.remove(decoding)
             self._waiting.appendleft(decoding)
 
-    def _advance(self, decoding: DecodeSequence, num_tokens: int, token: SampledToken | None) -> None:
+    def _advance(self, decoding: DecodeSequence, num_tokens: int, outcome: Outcome) -> None:
         sequence = decoding.sequence
         decoding.num_steps += 1
         self._count_prefill(decoding, num_tokens)
         sequence.num_computed_tokens += num_tokens
         sequence.publish(self._pool)
-        if token is not None:
-            sequence.append(token.token_id)
-            decoding.outbox.put(token)
+        if isinstance(outcome, NonFiniteLogits):
+            self._pool.withdraw(sequence.block_ids)  # nobody else is to start from them
+            self._end(decoding)
+            decoding.outbox.close(outcome)
+        elif outcome is not None:
+            sequence.append(outcome.token_id)
+            decoding.outbox.put(outcome)
         if sequence.finish_reason is not None:
             self._end(decoding)
             decoding.outbox.close()

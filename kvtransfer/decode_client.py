@@ -52,8 +52,9 @@ class DecodeClient:
         call = self._stub.Attach(messages.heartbeat_to_message(sender, ticket_ids) async for ticket_ids in heartbeats)
         try:
             while True:
-                with service_errors():
-                    response = await asyncio.wait_for(call.read(), silence_s)
+                async with asyncio.timeout(silence_s):  # not wait_for: it may take an answer for its cancellation
+                    with service_errors():
+                        response = await call.read()
                 if not isinstance(response, decode_pb2.HeartbeatResponse):  # it is grpc.aio.EOF
                     raise TransferFailed("the decode worker ended the Attach stream")
                 yield response.ended_ticket_ids

@@ -216,8 +216,11 @@ async def connect_peer(
         raise TransferFailed(f"decode worker {target.worker_id!r} cannot be written to: {error}") from error
     peer = Peer(client, description, identity=identity, thread=thread, agent=agent, options=options, lost=lost)
     try:
-        await asyncio.wait_for(peer.attached(), options.call_timeout_s)
-    except BaseException:
+        async with asyncio.timeout(options.call_timeout_s):
+            await peer.attached()
+    except BaseException as error:
         await peer.close()
+        if isinstance(error, TimeoutError):
+            raise TransferFailed(f"decode worker {target.worker_id!r} did not answer the first heartbeat") from None
         raise
     return peer

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvtransfer import metrics
+from kvtransfer.admission import Admission
 from kvtransfer.attempts import EndedAttempts, again
 from kvtransfer.checks import check_reservation
 from kvtransfer.errors import (
@@ -40,11 +41,15 @@ FailedListener = Callable[[str, ServiceError], None]
 
 @dataclass(frozen=True, slots=True)
 class ReceiverOptions:
-    """`quarantine_grace_s` is how long a write may still land after its sender's stream ended."""
+    """`quarantine_grace_s` is how long a write may still land after its sender's stream ended.
+
+    `place_s`: a sender that was refused and has not asked again for so long has lost its place in the line.
+    """
 
     lease_s: float = 10.0
     quarantine_grace_s: float = 2.0
     retry_after_s: float = 0.05
+    place_s: float = 0.5
     timer_s: float = 0.1
     num_remembered_attempts: int = 10_000
 
@@ -68,8 +73,8 @@ class Receiver:
         self._epoch = epoch
         self._options = options or ReceiverOptions()
         self._failed = failed
-        self._headroom = headroom
         self._clock = clock
+        self._admission = Admission(pool, headroom=headroom, place_s=self._options.place_s, clock=clock)
         self._leases: dict[str, Lease] = {}  # by ticket id
         self._by_attempt: dict[str, Lease] = {}
         self._streams: dict[str, int] = {}  # Attach streams by sender epoch
@@ -107,8 +112,7 @@ class Receiver:
             DecodePoolFull: not now; `retry_after_s` is set.
         """
         self._check(reservation)
-        cached = self._pool.match_prefix(reservation.block_hashes)
-        received = self._allocate(reservation, cached)
+        cached, received = self._allocate(reservation)
         lease = self._grant(reservation, cached, received)
         metrics.TICKETS.labels("granted").inc()
         return lease.ticket
@@ -198,6 +202,7 @@ class Receiver:
             self._streams[sender_epoch] = remaining
             return
         self._streams.pop(sender_epoch, None)
+        self._admission.leave(sender_epoch)
         free_at = self._clock() + self._options.quarantine_grace_s
         for lease in self._of_sender(sender_epoch):
             if lease.is_live:
@@ -231,16 +236,11 @@ class Receiver:
         if reservation.attempt_id in self._by_attempt:
             raise DuplicateAttempt(f"attempt {reservation.attempt_id!r} has a ticket already", field="attempt_id")
 
-    def _allocate(self, reservation: Reservation, cached: list[int]) -> list[int]:
-        num_wanted = self._layout.num_blocks(reservation.num_tokens) - len(cached)
-        is_alone = self._pool.num_used == len(cached)  # nobody else is here who could want to grow
-        headroom = 0 if is_alone else self._headroom()
+    def _allocate(self, reservation: Reservation) -> tuple[list[int], list[int]]:
+        num_blocks = self._layout.num_blocks(reservation.num_tokens)
         try:
-            if num_wanted > 0 and num_wanted + headroom > self._pool.num_free:
-                raise NoFreeBlocks(num_wanted, max(0, self._pool.num_free - headroom))
-            return self._pool.allocate(num_wanted)
+            return self._admission.allocate(reservation.sender.epoch, num_blocks, reservation.block_hashes)
         except NoFreeBlocks as full:
-            self._pool.release(cached)
             metrics.TICKETS.labels("refused").inc()
             raise DecodePoolFull(
                 f"{full.num_wanted} KV blocks wanted, {full.num_free} to give",

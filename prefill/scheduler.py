@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvtransfer.outgoing import Outgoing
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
-from model.runner import LayerDone, SampledToken, StepOutput
+from model.runner import LayerDone, NonFiniteLogits, Outcome, SampledToken, StepOutput
 from model.sequence import Sequence
 
 Clock = Callable[[], float]
@@ -107,8 +107,9 @@ class PrefillScheduler:
         prefilling.sequence.drop_blocks(self._pool)
 
     def ask_again(self, prefilling: PrefillSequence) -> None:
-        """Its turn may come again."""
+        """Its turn may come again: now, since after the step that runs its place at the decode worker may be lost."""
         prefilling.is_backing_off = False
+        self._take_turns(self._ranked())
 
     def remove(self, prefilling: PrefillSequence) -> None:
         """Lets the sequence's blocks go: it was handed over, or its request has gone. During a step, after it."""
@@ -140,17 +141,19 @@ class PrefillScheduler:
             scheduled.append(ScheduledChunk(prefilling.sequence.next_chunk(count), hook))
         return scheduled
 
-    def complete(self, sampled: Items[SampledToken | None], output: StepOutput) -> None:
+    def complete(self, sampled: Items[Outcome], output: StepOutput) -> None:
         ran, self._in_step = self._in_step, {}
-        for (prefilling, num_tokens), token in zip(ran.items(), sampled, strict=True):
+        for (prefilling, num_tokens), outcome in zip(ran.items(), sampled, strict=True):
             if prefilling.ended:
                 prefilling.sequence.drop_blocks(self._pool)
                 continue
             prefilling.sequence.num_computed_tokens += num_tokens
             prefilling.sequence.publish(self._pool)
-            if token is not None:
+            if isinstance(outcome, NonFiniteLogits):
+                self._pool.withdraw(prefilling.sequence.block_ids)  # nobody else is to start from them
+            if outcome is not None:
                 self._queue.remove(prefilling)  # it keeps its blocks until it is handed over and removed
-                prefilling.done(token)
+                prefilling.done(outcome)
 
     def fail(self, error: Exception) -> None:
         failed, self._in_step = self._in_step, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,8 @@ from prefill.scheduler import PrefillScheduler, PrefillSequence
 from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from protos.calls import Context
 from protos.errors import AlreadyExists, Internal, InvalidArgument, ServiceError
+
+logger = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 5.0
 _RETRY_S = 0.05  # if the decode worker names no time
@@ -110,7 +113,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             # At random, or two workers that are full of each other's prompts might refuse each other in step for ever.
             await asyncio.sleep((full.retry_after_s or _RETRY_S) * random.uniform(0.5, 1.5))
             self.scheduler.ask_again(call.prefilling)
-        except ServiceError as error:
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                logger.exception("no ticket could be asked for, for attempt %s", call.request.attempt_id)
             call.finish(error)
         self._wake()
 
@@ -165,7 +170,7 @@ class _Call:
         elif isinstance(result, ServiceError):
             self.first_token.set_exception(result)
         else:
-            self.first_token.set_exception(Internal("the step that computed this prompt failed"))
+            self.first_token.set_exception(Internal("this prompt could not be computed; the worker's log says why"))
 
     def stats(self, sent: SendStats) -> prefill_pb2.PrefillStats:
         prefilling, sequence = self.prefilling, self.prefilling.sequence

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from decode.outbox import Outbox
 from decode.scheduler import DecodeScheduler, DecodeSequence
 from model.block_pool import BlockPool
-from model.runner import SampledToken, StepOutput
+from model.runner import NonFiniteLogits, SampledToken, StepOutput
 from model.sampling_params import SamplingParams
 from model.sequence import FinishReason, Sequence
 
@@ -107,6 +107,20 @@ def test_max_running_bounds_the_batch() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
 
 
+def test_wanted_are_a_block_for_each_that_runs_and_all_blocks_of_those_that_wait_without_any() -> None:
+    pool = BlockPool(8)
+    scheduler = DecodeScheduler(pool, max_running=2)
+    assert scheduler.num_wanted_blocks == 0
+    for _ in range(2):
+        scheduler.add(received(pool, [1, 2, 3], 9))
+    step(scheduler)
+    assert scheduler.num_wanted_blocks == 2
+    scheduler.add(received(pool, [1, 2, 3], 9))  # waits, and holds its block
+    assert scheduler.num_wanted_blocks == 2
+    scheduler.add(local(list(range(8)), 9))  # nine tokens with the next one: three blocks
+    assert scheduler.num_wanted_blocks == 5
+
+
 def test_newest_is_preempted_and_resumes_exactly() -> None:
     pool = BlockPool(4)
     scheduler = DecodeScheduler(pool, max_running=4)
@@ -163,6 +177,26 @@ async def test_failed_step_ends_its_sequences_only() -> None:
         pass
     assert output(waiting) == plain_loop([4, 5], 2)
     assert pool.num_used == 0
+
+
+async def test_sequence_without_finite_logits_ends_alone_and_its_blocks_are_not_found_again() -> None:
+    pool = BlockPool(8)
+    scheduler = DecodeScheduler(pool, max_running=2)
+    failing, other = local([1, 2, 3, 4, 5, 6, 7, 8, 9], 5), received(pool, [4, 5, 6, 7, 8], 3)
+    scheduler.add(failing)
+    scheduler.add(other)
+    assert step(scheduler, 9) == [1, 8]
+    scheduler.schedule(8)
+    scheduler.complete([NonFiniteLogits("nan"), SampledToken(next_token([4, 5, 6, 7, 8, *output(other)]))], NOTHING)
+    with pytest.raises(NonFiniteLogits, match="nan"):
+        async for _ in failing.outbox.batches():
+            pass
+    while step(scheduler):
+        pass
+    assert output(other) == plain_loop([4, 5, 6, 7, 8], 3)
+    assert pool.num_used == 0
+    assert pool.match_prefix(failing.sequence.block_hashes) == []
+    pool.check_integrity()
 
 
 @settings(max_examples=200, deadline=None)

@@ -26,7 +26,7 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.ticket import HandoverTarget
 from protos.errors import ServiceError, Unavailable
 from tests.kvtransfer.cache import LAYOUT, Cache, hashes_of
-from tests.kvtransfer.workers import DecodeSide, PrefillSide, loopback
+from tests.kvtransfer.workers import FAST_PEER, DecodeSide, PrefillSide, loopback
 
 BLOCK = LAYOUT.block_size
 
@@ -348,6 +348,18 @@ async def test_unreachable_peer_is_a_clean_retryable_error() -> None:
             await both.reserve("a", BLOCK)
         assert error.value.retryable
         both.target = target
+        there, here = await both.hand_over("a", BLOCK)
+        both.decode.pool.release(there)
+        both.prefill.pool.release(here)
+
+
+async def test_peer_that_answers_no_heartbeat_is_a_clean_retryable_error() -> None:
+    async with pair() as both:
+        both.decode.silent = True
+        both.prefill.sender._peer_options = replace(FAST_PEER, call_timeout_s=0.2)
+        with pytest.raises(TransferFailed, match="decode worker 'decode-0' did not answer the first heartbeat"):
+            await both.reserve("a", BLOCK)
+        both.decode.silent = False
         there, here = await both.hand_over("a", BLOCK)
         both.decode.pool.release(there)
         both.prefill.pool.release(here)

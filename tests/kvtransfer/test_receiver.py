@@ -150,6 +150,16 @@ def test_record_that_does_not_fit_is_refused_and_changes_nothing(desk: Desk, fie
     desk.receiver.commit(record(ticket))
 
 
+def test_blocks_that_were_given_out_again_void_their_ticket(desk: Desk) -> None:
+    """Whatever defect it was: nothing is decoded from them, under the old generations or the new ones."""
+    ticket = desk.reserve()
+    desk.pool.release(ticket.block_ids)
+    assert tuple(desk.pool.allocate(2)) == ticket.block_ids
+    for generations in (ticket.generations, tuple(map(desk.pool.generation, ticket.block_ids))):
+        with pytest.raises(RecordMismatch, match="generations"):
+            desk.receiver.commit(replace(record(ticket), generations=generations))
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -189,6 +199,21 @@ def test_headroom_is_kept_for_sequences_that_run_here() -> None:
     with pytest.raises(DecodePoolFull, match="3 KV blocks wanted, 2 to give"):
         desk.reserve("c", 3 * BLOCK, first=500)
     desk.reserve("c", 2 * BLOCK, first=500)
+
+
+def test_sender_that_was_refused_first_is_served_first_and_is_forgotten_when_it_goes() -> None:
+    desk = Desk()
+    other = SenderIdentity("prefill-1", "s2")
+    desk.receiver.sender_attached(other.epoch)
+    held = desk.pool.allocate(8)
+    with pytest.raises(DecodePoolFull):
+        desk.reserve("large", 5 * BLOCK)
+    desk.pool.release(held[:4])
+    small = replace(reservation("small", BLOCK, 500), sender=other)
+    with pytest.raises(DecodePoolFull, match="1 KV blocks wanted, 0 to give"):
+        desk.receiver.reserve(small)
+    desk.receiver.sender_gone(SENDER.epoch)
+    desk.receiver.reserve(small)
 
 
 def test_lapsed_lease_is_quarantined_until_the_sender_has_stopped(desk: Desk) -> None:

@@ -47,6 +47,7 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         self.failed: dict[str, ServiceError] = {}
         self.num_heartbeats = 0
         self.mute = False  # heartbeats are answered but renew nothing
+        self.silent = False  # they are not even answered
         self.answer_delay_s = 0.0  # from a ticket granted to its sending
         self.receiver = Receiver(self.pool, layout, self.epoch, options=options, failed=self.failed.__setitem__)
 
@@ -103,6 +104,8 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
                 if sender is None:
                     sender = messages.heartbeat_sender(heartbeat)
                     self.receiver.sender_attached(sender.epoch)
+                if self.silent:
+                    continue
                 ended = [] if self.mute else self.receiver.heartbeat(sender, heartbeat.ticket_ids)
                 yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended)
         finally:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.outgoing import Outgoing
 from model.block_pool import BlockPool
-from model.runner import SampledToken, StepOutput
+from model.runner import NonFiniteLogits, SampledToken, StepOutput
 from model.sampling_params import SamplingParams
 from model.sequence import Sequence
 from prefill.scheduler import PrefillPolicy, PrefillScheduler, PrefillSequence
@@ -169,6 +169,31 @@ def test_nobody_asks_for_a_ticket_behind_one_that_was_refused() -> None:
     assert setup.asked == [large, elsewhere, small]
 
 
+def test_nobody_asks_for_a_ticket_behind_one_that_is_asking_again() -> None:
+    setup = Setup(policy=PrefillPolicy(ageing_tokens_per_s=1000))
+    large = setup.add("large", list(range(30)), decode="d")
+    setup.scheduler.refuse(large)
+    setup.now = 1.0
+    setup.scheduler.ask_again(large)
+    small = setup.add("small", [1, 2], decode="d")
+    assert setup.asked == [large, large]
+    setup.grant(large)
+    setup.step(64)
+    assert setup.asked == [large, large, small]
+
+
+def test_one_that_was_refused_asks_again_while_a_step_runs() -> None:
+    """A step may take longer than the decode worker keeps its place."""
+    setup = Setup()
+    setup.add("long", list(range(40)))
+    refused = setup.add("refused", list(range(50, 60)), decode="d")
+    setup.scheduler.refuse(refused)
+    setup.scheduler.schedule(4)
+    setup.scheduler.ask_again(refused)
+    assert setup.asked == [refused, refused]
+    assert refused.holds_blocks
+
+
 def test_prompts_that_have_started_go_on_when_a_shorter_one_finds_no_blocks() -> None:
     """They hold the blocks that it waits for."""
     setup = Setup(num_blocks=7, policy=PrefillPolicy(ageing_tokens_per_s=0))
@@ -238,6 +263,22 @@ def test_failed_step_fails_its_sequences_only() -> None:
     assert setup.done == {"failing": error}
     setup.step(8)
     assert setup.done["waiting"] == SampledToken(7)
+
+
+def test_sequence_without_finite_logits_fails_alone_and_its_blocks_are_not_found_again() -> None:
+    setup = Setup()
+    failing, other = setup.add("failing", list(range(9))), setup.add("other", list(range(100, 110)))
+    assert setup.step(8) == [(0, 8)]
+    error = NonFiniteLogits("the logits are not finite")
+    setup.scheduler.schedule(11)
+    setup.scheduler.complete([error, SampledToken(7)], StepOutput(()))
+    assert setup.done == {"failing": error, "other": SampledToken(7)}
+    setup.scheduler.remove(failing)
+    setup.scheduler.remove(other)
+    assert setup.pool.num_used == 0
+    assert setup.pool.match_prefix(failing.sequence.block_hashes) == []
+    assert len(setup.pool.match_prefix(other.sequence.block_hashes)) == 2
+    setup.pool.check_integrity()
 
 
 @settings(max_examples=200, deadline=None)
