@@ -7,7 +7,7 @@ PROMPT ?=
 
 SHELL := /bin/bash
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CANDIDATES := python3.11 python3.12 python3.13 python3.14 python3
 IS_NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
@@ -39,10 +39,31 @@ clean:  ## removes .venv and what the tools left (not the demo models: pdserve m
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# Reads what pip says and tells how far it is: on a terminal in one line that is written over, elsewhere now and then.
+TELL := n=0; total=$$(grep -c == requirements.lock); what=""; next=10; \
+	while true; do \
+		if read -r -t 1 word name size unit _; then \
+			case "$$word" in \
+				Collecting | Processing) n=$$((n + 1)); what="$${name\#\#*/}"; what="$${what%%[=<>-]*}" ;; \
+				Downloading) what="$${name%%-*} $$size $$unit" ;; \
+				Installing) what="all downloaded; unpacking them" ;; \
+			esac; \
+		elif [ $$? -le 128 ]; then \
+			break; \
+		fi; \
+		line="  $$SECONDS s  $$n of $$total packages: $$what"; \
+		if [ -t 2 ]; then \
+			printf '\r%.79s\033[K' "$$line" >&2; \
+		elif [ $$SECONDS -ge $$next ]; then \
+			echo "$$line" >&2; next=$$((SECONDS + 20)); \
+		fi; \
+	done; \
+	[ ! -t 2 ] || printf '\r\033[K' >&2
+
 # The copies inside .venv are its stamps, written last: after an interruption, or when the lock or this folder's place has
 # changed, it is made again. pyproject.toml alone changes only the entry point.
 .venv:
-	@set -e; \
+	@set -e -o pipefail; \
 	if ! { cmp -s requirements.lock .venv/requirements.lock && [ "$$(cat .venv/place)" = "$(CURDIR)" ] \
 			&& $(BIN)/python -c '' 2>/dev/null; }; then \
 		python=""; \
@@ -54,12 +75,13 @@ clean:  ## removes .venv and what the tools left (not the demo models: pdserve m
 		echo "Setting up .venv with $$($$python --version): $$(grep -c == requirements.lock) packages, some minutes" >&2; \
 		rm -rf .venv; \
 		"$$python" -m venv .venv; \
-		$(PIP) install --only-binary :all: -r requirements.lock; \
+		$(PIP) install --progress-bar off --only-binary :all: -r requirements.lock 2>&1 \
+			| tee .venv/pip.log | { $(TELL); } || { tail -n 12 .venv/pip.log >&2; exit 1; }; \
 		echo "$(CURDIR)" > .venv/place; \
 		cp requirements.lock .venv/requirements.lock; \
 	fi; \
 	if ! cmp -s pyproject.toml .venv/pyproject.toml; then \
-		$(PIP) install --no-deps --no-build-isolation -e .; \
+		$(PIP) -qq install --no-deps --no-build-isolation -e .; \
 		cp pyproject.toml .venv/pyproject.toml; \
 		echo "Ready: .venv" >&2; \
 	fi

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protos.client import Answer
+from protos.errors import ServiceError
 from protos.values import Chunk, Summary, Timeline, Usage
 
 
@@ -23,12 +24,22 @@ async def show_answer(answer: Answer, out: Console, about: Console | None) -> st
                     text += part.text
                 else:
                     summary = part
-    finally:
-        out.file.write("\n")
-        out.file.flush()
+    except ServiceError:
+        if text:
+            _end_line(out)
+        raise
+    except BaseException:  # Ctrl-C leaves its mark on the line
+        _end_line(out)
+        raise
+    _end_line(out)
     if about is not None and summary is not None:
         show_summary(summary, about)
     return text
+
+
+def _end_line(out: Console) -> None:
+    out.file.write("\n")
+    out.file.flush()
 
 
 def show_summary(summary: Summary, about: Console) -> None:

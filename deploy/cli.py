@@ -69,12 +69,16 @@ def cli(debug: bool) -> None:
 @click.option("--once", is_flag=True, help="Answer one prompt and end.")
 @click.option("--prompt", default="What is the capital of France?", show_default=True, help="The prompt for --once.")
 @options.threads_option
-def demo(model: str, once: bool, prompt: str, num_threads: int | None) -> None:
+@options.max_context_option
+@click.pass_context
+def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_threads: int | None, **_: Any) -> None:
     """Talk to a small chat model on this machine."""
     from deploy.demo import run_demo
     from deploy.local import ClusterConfig
 
-    run_demo(ClusterConfig(model=model, num_threads=num_threads), prompt if once else None, out, err)
+    config = ClusterConfig(model=model, num_threads=num_threads, worker_arguments=options.of_worker(context))
+    if run_demo(config, prompt if once else None, out, err):
+        raise click.exceptions.Exit(1)
 
 
 @cli.command()
@@ -156,7 +160,7 @@ def generate(prompt: str, **settings: Any) -> None:
 @options.deadline_option
 @options.quiet_option
 def chat(prompt: str | None, **settings: Any) -> None:
-    """Talk to the model, or ask it PROMPT once.
+    """Talk to the model, or ask it PROMPT once. Input that is no terminal's is read line by line, a prompt each.
 
     Unless told otherwise with temperature 0.2, top-p 0.9 and at most 400 tokens an answer.
     """
@@ -165,9 +169,12 @@ def chat(prompt: str | None, **settings: Any) -> None:
     conversation = Conversation(_asking(defaults=CHAT_SAMPLING, **settings))
     with asyncio.Runner() as runner:
         if prompt is None:
-            talk(conversation, runner.run, err)
+            num_failed = talk(conversation, runner.run, err)
         else:
             runner.run(conversation.say(prompt))
+            num_failed = 0
+    if num_failed:
+        raise click.exceptions.Exit(1)
 
 
 def _asking(
@@ -178,7 +185,14 @@ def _asking(
     from protos.values import Sampling
 
     given = {name: value for name, value in sampling.items() if value not in (None, ())}
-    return Asking(router_address, replace(defaults or Sampling(), **given), deadline_s, out, None if quiet else err)
+    return Asking(
+        router_address,
+        replace(defaults or Sampling(), **given),
+        may_shorten="max_tokens" not in given,
+        deadline_s=deadline_s,
+        out=out,
+        about=None if quiet else err,
+    )
 
 
 @cli.command()
@@ -213,7 +227,8 @@ def model() -> None:
 )
 def build(names: tuple[str, ...], cache: Path | None) -> None:
     """Build demo models into the cache folder, unless they are there; print their folders."""
-    from model.demo_models import DEMO_MODELS, default_cache
+    from model.cache_folder import default_cache
+    from model.demo_models import DEMO_MODELS
     from model.model_source import resolve_model
 
     if unknown := set(names) - set(DEMO_MODELS):

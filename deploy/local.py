@@ -9,27 +9,26 @@ import asyncio
 import os
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from deploy.back_off import BackOff
+from deploy.log_folder import LogFolder
+from deploy.logs import message_of
 from deploy.process import ChildProcess, Command, ProcessEnded
+from deploy.progress import Progress, Silent, shown
 from protos.client import PdserveClient
-from protos.errors import ServiceError
-from protos.values import WorkerStatus
+from protos.errors import DeadlineExceeded, ServiceError
+from protos.values import Status, WorkerStatus
 
 ROUTER = "router"
 _ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.1
 _STATUS_S = 5.0
-
-Progress = Callable[[str, str], None]
-"""Called with a process's name and what became of it, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,14 @@ class ClusterConfig:
 class LocalCluster:
     """`async with LocalCluster(config) as cluster:` enters when every worker is ready, and leaves no process behind."""
 
-    def __init__(self, config: ClusterConfig, progress: Progress = lambda name, text: None) -> None:
+    def __init__(self, config: ClusterConfig, progress: Progress | None = None) -> None:
         self.config = config
         self.router_address = f"{config.host}:{_free_port(config.host, config.port)}"
-        self._progress = progress
-        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
+        self._progress = progress or Silent()
+        self._folder = LogFolder()
         self._processes: dict[str, ChildProcess] = {}
         self._epochs: dict[str, str] = {}  # of the workers seen ready: a restarted one has another
+        self._ready: set[str] = set()  # processes that were, at some time
 
     async def __aenter__(self) -> LocalCluster:
         await self.start()
@@ -95,8 +95,9 @@ class LocalCluster:
                 await self._spawn(self._router_command())
                 for worker_id, role in self.config.worker_roles.items():
                     await self._spawn(self._worker_command(worker_id, role))
-                await self._wait_for_router()
-                await self.wait_ready(self.config.worker_roles)
+                async with shown(self._progress, self._what_starts):
+                    await self._wait_for_router()
+                    await self.wait_ready(self.config.worker_roles)
         except TimeoutError:
             await self.close()
             raise TimeoutError(f"not every process was ready after {self.config.start_timeout_s:g} s") from None
@@ -107,22 +108,21 @@ class LocalCluster:
     async def close(self) -> None:
         """The router first: it lets what is in flight finish, which needs the workers."""
         try:
-            if ROUTER in self._processes:
-                await self.stop(ROUTER)
-            await asyncio.gather(*(self.stop(name) for name in self._processes if name != ROUTER))
+            async with shown(self._progress, self._what_ends):
+                if ROUTER in self._processes:
+                    await self.stop(ROUTER)
+                await asyncio.gather(*(self.stop(name) for name in self._processes if name != ROUTER))
         finally:
             self.kill_all()
-            self._folder.cleanup()
+            self._folder.remove()
 
     @property
     def log_folder(self) -> Path:
-        return Path(self._folder.name)
+        return self._folder.path
 
     async def workers(self) -> dict[str, WorkerStatus]:
         """The workers as the router has them now, by id."""
-        async with PdserveClient(self.router_address) as client:
-            status = await client.get_status(deadline_s=_STATUS_S)
-        return {worker.worker_id: worker for worker in status.workers}
+        return {worker.worker_id: worker for worker in (await self._status()).workers}
 
     def pid(self, name: str) -> int:
         return self._processes[name].pid
@@ -160,7 +160,10 @@ class LocalCluster:
                 if worker.state == "ready" and worker.epoch != self._epochs.get(worker_id):
                     missing.remove(worker_id)
                     self._epochs[worker_id] = worker.epoch
-                    self._progress(worker_id, f"ready   {worker.address}   {worker.num_blocks} blocks of KV cache")
+                    self._ready.add(worker_id)
+                    self._progress.became(
+                        worker_id, f"ready   {worker.address}   {worker.num_blocks} blocks of KV cache"
+                    )
             if not missing:
                 return
             for worker_id in missing:
@@ -185,7 +188,7 @@ class LocalCluster:
             delay_s = back_off.after_run_of(time.monotonic() - started_at)
             if delay_s is None:
                 raise ended
-            self._progress(name, f"{ended}\n  Starting it again in {delay_s:g} s.")
+            self._progress.became(name, f"{ended}\n  Starting it again in {delay_s:g} s.")
             await asyncio.sleep(delay_s)
             with suppress(ProcessEnded):  # seen above, at the next turn
                 await self.restart(name)
@@ -194,7 +197,8 @@ class LocalCluster:
         while await self._workers_if_any() is None:
             self._raise_if_ended(ROUTER)
             await asyncio.sleep(_POLL_S)
-        self._progress(ROUTER, f"ready   {self.router_address}")
+        self._ready.add(ROUTER)
+        self._progress.became(ROUTER, f"ready   {self.router_address}")
 
     def _raise_if_ended(self, name: str) -> None:
         if self._processes[name].exit_code is not None:
@@ -226,14 +230,39 @@ class LocalCluster:
     async def _spawn(self, command: Command) -> None:
         self._processes[command.name] = await ChildProcess.start(command)
 
+    async def _status(self) -> Status:
+        async with PdserveClient(self.router_address) as client:
+            return await client.get_status(deadline_s=_STATUS_S)
+
     async def _workers_if_any(self) -> dict[str, WorkerStatus] | None:
         """None while the router does not answer."""
         try:
             return await self.workers()
         except ServiceError as error:
-            if not error.retryable:
+            if not error.retryable and not isinstance(error, DeadlineExceeded):
                 raise
             return None
+
+    async def _what_starts(self) -> str:
+        """The processes that are not ready yet, by what they said last."""
+        names: dict[str, list[str]] = {}
+        for name in self._processes:
+            if name not in self._ready:
+                names.setdefault(self._last_words(name), []).append(name)
+        return "waiting for " + "; ".join(f"{', '.join(group)}: {words}" for words, group in names.items())
+
+    def _last_words(self, name: str) -> str:
+        lines = self._processes[name].last_log_lines(1)
+        return (message_of(lines[0]) if lines else None) or "starting"
+
+    async def _what_ends(self) -> str:
+        try:
+            num_requests = (await self._status()).num_requests_in_flight
+        except ServiceError:  # the router has ended, or never answered
+            return "stopping"
+        if num_requests == 0:
+            return "stopping"
+        return f"Draining: {num_requests} request{'s' * (num_requests != 1)} running (Ctrl-C again stops at once)"
 
 
 def _free_port(host: str, port: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 
 LEVELS = ("debug", "info", "warning", "error")
 OURS = ("decode", "deploy", "kvtransfer", "model", "prefill", "protos", "router")
@@ -21,3 +22,12 @@ def configure_logging(process_name: str, level: str) -> None:
     root.setLevel(logging.WARNING)
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
+
+
+def message_of(line: str) -> str | None:
+    """What a process said in a line of its log; None if a library wrote it in a form of its own."""
+    found = _LINE.fullmatch(line)
+    return found[1] if found else None
+
+
+_LINE = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +\S+ (.+)")

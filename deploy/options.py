@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +35,22 @@ def setting(flag: str, **attributes: Any) -> Callable[[F], F]:
 
 
 class WorkerOption(click.Option):
-    """How a worker works: `pdserve up` has it too, and passes it on to every worker it starts."""
+    """How a worker works: `pdserve up` has it too, and passes it on to every worker it starts.
+
+    `instead_of` names the field of an option that means the same otherwise: only one of the two may be given.
+    """
+
+    def __init__(self, *arguments: Any, instead_of: str = "", **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self._instead_of = instead_of
+
+    def handle_parse_result(
+        self, context: click.Context, given: Mapping[str, Any], rest: list[str]
+    ) -> tuple[Any, list[str]]:
+        if self.name in given and self._instead_of in given:
+            other = f"--{self._instead_of.replace('_', '-')}"
+            raise click.UsageError(f"{self.opts[0]} and {other} set the same thing: give only one of them.", context)
+        return super().handle_parse_result(context, given, rest)
 
 
 def worker_setting(flag: str, **attributes: Any) -> Callable[[F], F]:
@@ -75,13 +90,26 @@ metrics_option = setting(
 )
 host_option = setting("--host", default="127.0.0.1", help="Address to listen at.")
 
+max_context_option = worker_setting(
+    "--max-context",
+    type=click.IntRange(2),
+    metavar="TOKENS",
+    help="Prompt and answer together, at most; a smaller KV cache will do then.  [default: the model's own]",
+)
+
 worker_options = group_of(
     worker_setting(
         "--runner", type=click.Choice(RUNNERS), default="torch", help="timed computes nothing and takes its time."
     ),
     worker_setting("--kv-cache-gb", type=float, help="Memory of the KV cache.  [default: a share of what is free]"),
-    worker_setting("--num-blocks", type=int, help="Size of the KV cache in blocks, instead of --kv-cache-gb."),
+    worker_setting(
+        "--num-blocks",
+        type=int,
+        instead_of="kv_cache_gb",
+        help="Size of the KV cache in blocks, instead of --kv-cache-gb.",
+    ),
     worker_setting("--block-size", type=int, default=16, help="Tokens in a block."),
+    max_context_option,
     worker_setting(
         "--dtype", type=click.Choice(("auto", "float32", "bfloat16")), default="auto", help="auto: the model's own."
     ),
@@ -111,7 +139,7 @@ sampling_options = group_of(
     ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's own end tokens."),
 )
-deadline_option = click.option("--deadline-s", type=float, help="Give up after this long.")
+deadline_option = click.option("--deadline-s", type=click.FloatRange(0, min_open=True), help="Give up after this long.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the answer only.")
 
 
@@ -123,3 +151,8 @@ def as_arguments(context: click.Context, is_wanted: Callable[[click.Parameter], 
         if is_wanted(parameter) and value is not None:
             arguments += [parameter.opts[0], str(value)]
     return arguments
+
+
+def of_worker(context: click.Context) -> list[str]:
+    """The arguments for every worker that a command starts."""
+    return as_arguments(context, lambda option: isinstance(option, WorkerOption))

@@ -10,7 +10,6 @@ import ctypes
 import os
 import signal
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ PARENT_PID = "PDSERVE_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _KILLED_WAIT_S = 10.0
 _NUM_LOG_LINES = 8
+_LOG_END_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,16 @@ class Command:
 class ChildProcess:
     """One started process. Made by `start`; `wait` or `stop` must be awaited before the loop ends."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, log_start: int) -> None:
         self.command = command
         self._process = process
+        self._log_start = log_start  # in bytes; an earlier process of this name wrote what is before
 
     @classmethod
     async def start(cls, command: Command) -> ChildProcess:
         environment = {**os.environ, **command.environment, PARENT_PID: str(os.getpid())}
         with command.log_path.open("ab") as log:
+            log_start = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *command.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -51,7 +53,7 @@ class ChildProcess:
                 env=environment,
                 start_new_session=True,  # the terminal's Ctrl-C reaches the parent alone, which then drains in order
             )
-        return cls(command, process)
+        return cls(command, process, log_start)
 
     @property
     def name(self) -> str:
@@ -95,8 +97,11 @@ class ChildProcess:
             raise
 
     def last_log_lines(self, num_lines: int) -> list[str]:
-        with self.command.log_path.open(encoding="utf-8", errors="replace") as log:
-            return [line.rstrip() for line in deque(log, maxlen=num_lines)]
+        """Of what this process wrote; the first may lack its beginning."""
+        with self.command.log_path.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+        return [line.rstrip() for line in lines[-num_lines:]]
 
 
 class ProcessEnded(Exception):

@@ -20,6 +20,14 @@ def load_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
     return _timed_runner(config, folder) if config.runner == "timed" else _torch_runner(config, folder)
 
 
+def max_context_tokens(config: WorkerConfig, folder: Path) -> int:
+    """Of a sequence: what the model allows, or less if so configured. Raises ValueError for more."""
+    own = ModelConfig.from_folder(folder).max_position_embeddings
+    if config.max_context is not None and config.max_context > own:
+        raise ValueError(f"--max-context is {config.max_context}; it must be at most {own}, the model's own context")
+    return config.max_context or own
+
+
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """Runs a prompt and a decode step over blocks that nobody has yet: weights are read in, threads and buffers made.
 
@@ -52,6 +60,7 @@ def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
         num_blocks=config.num_blocks,
         kv_cache_bytes=kv_cache_bytes if config.num_blocks is None else None,
         block_size=config.block_size,
+        max_context_tokens=max_context_tokens(config, folder),
         dtype=config.dtype,
         device=device,
         num_threads=config.num_threads,
@@ -63,6 +72,7 @@ def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
     from model.tokenizer import Tokenizer
 
     model = ModelConfig.from_folder(folder)
+    max_context_tokens(config, folder)  # refuses what is too much; nothing here is sized by it
     layout = KVLayout(
         model_digest=model_digest(folder),
         dtype=model.dtype if config.dtype == "auto" else config.dtype,
@@ -74,7 +84,7 @@ def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
     cache_bytes = int((config.kv_cache_gb or 1.0) * _GIB)
     return TimedRunner(
         layout,
-        config.num_blocks or max(1, cache_bytes // layout.block_bytes),
+        config.num_blocks or max(2, cache_bytes // layout.block_bytes),
         StepTiming() if config.timing is None else StepTiming.load(config.timing),
         vocab_size=model.vocab_size,
         never_sampled=Tokenizer.load(folder).eos_token_ids,

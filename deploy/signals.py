@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for a command that has to put things in order before it ends."""
+"""Ctrl-C, SIGTERM and a terminal that is closed, for a command that has to put things in order before it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+
+def ending_signals() -> list[signal.Signals]:
+    """Those that end a command: the last is a terminal's that is closed, which nohup has ignored."""
+    is_tied_to_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if is_tied_to_terminal else [])]
 
 
 @contextmanager
@@ -25,7 +29,8 @@ def ended_by_signals(again: Callable[[], None]) -> Iterator[None]:
         else:
             again()
 
-    for number in ENDING:
+    numbers = ending_signals()
+    for number in numbers:
         loop.add_signal_handler(number, receive)
     try:
         yield
@@ -34,5 +39,5 @@ def ended_by_signals(again: Callable[[], None]) -> Iterator[None]:
             raise
         task.uncancel()
     finally:
-        for number in ENDING:
+        for number in numbers:
             loop.remove_signal_handler(number)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 from rich.table import Table
 
 from protos.client import PdserveClient
+from protos.errors import DeadlineExceeded
 from protos.values import Status, WorkerStatus
 
 _COLUMNS = ("worker", "role", "state", "address", "metrics")
@@ -14,17 +18,51 @@ _DEADLINE_S = 10.0
 
 
 async def print_status(router_address: str, out: Console) -> None:
-    async with PdserveClient(router_address) as client:
-        status = await client.get_status(deadline_s=_DEADLINE_S)
+    with _deadline_told(router_address):
+        async with PdserveClient(router_address) as client:
+            status = await client.get_status(deadline_s=_DEADLINE_S)
     out.print(summary_line(status))
     if status.workers:
         out.print(workers_table(status))
+    if missing := what_is_missing(status, router_address):
+        out.print(missing)
 
 
 async def change_role(router_address: str, worker_id: str, role: str, out: Console) -> None:
-    async with PdserveClient(router_address) as client:
-        await client.set_role(worker_id, role, deadline_s=_DEADLINE_S)
+    with _deadline_told(router_address):
+        async with PdserveClient(router_address) as client:
+            await client.set_role(worker_id, role, deadline_s=_DEADLINE_S)
     out.print(f"{worker_id} is used for {role} from the next request on.")
+
+
+@contextmanager
+def _deadline_told(router_address: str) -> Iterator[None]:
+    """gRPC says only that there was one."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            f"the router at {router_address} did not answer within {_DEADLINE_S:g} s: it is stopped or overloaded, or "
+            "something else listens there; see its log"
+        ) from error
+
+
+def what_is_missing(status: Status, router_address: str) -> str:
+    """Why requests cannot be served now, and what to do; empty if they can."""
+    present = [worker for worker in status.workers if worker.state != "lost"]
+    if not present:
+        return (
+            "No worker has registered: they may still be starting, which `pdserve up` tells. One started by hand needs "
+            f"--router {router_address}"
+        )
+    ready = {worker.role for worker in present if worker.state == "ready"}
+    missing = [role for role in ("prefill", "decode") if not ready & {role, "both"}]
+    if not missing:
+        return ""
+    return (
+        f"No worker that is ready has the role {' or '.join(missing)}: requests have to wait. Start one with "
+        f"`pdserve worker --role {missing[0]}`, or let another change with `pdserve role WORKER both`"
+    )
 
 
 def workers_table(status: Status) -> Table:
@@ -61,13 +99,18 @@ def _blocks(worker: WorkerStatus) -> str:
 
 
 def summary_line(status: Status) -> str:
-    kinds = ", ".join(sorted({f"{worker.runner} ({worker.kernels})" for worker in status.workers}))
+    kinds = ", ".join(sorted({_kind(worker) for worker in status.workers}))
     workers = _counted(len(status.workers), "worker")
     requests = _counted(status.num_requests_in_flight, "request")
     return (
         f"{status.model_name}: {workers}{kinds and f', {kinds}'}; {requests} in flight; "
-        f"router up for {status.uptime_s:.0f} s{status.metrics_address and f', metrics at {status.metrics_address}'}"
+        f"router {'draining, ' * status.is_draining}up for {status.uptime_s:.0f} s"
+        f"{status.metrics_address and f', metrics at {status.metrics_address}'}"
     )
+
+
+def _kind(worker: WorkerStatus) -> str:
+    return "timed (computes nothing)" if worker.runner == "timed" else f"{worker.runner} ({worker.kernels})"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from deploy import options
 from deploy.local import ClusterConfig, LocalCluster
+from deploy.progress import ConsoleProgress
 from deploy.signals import ended_by_signals
-
-_NAME_WIDTH = 12
 
 
 def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> ClusterConfig:
@@ -20,7 +19,6 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
     default = 0 if settings["num_colocated"] else 1
     counts = {name: settings[name] for name in ("num_prefill", "num_decode") if settings[name] is not None}
     drain = options.as_arguments(context, lambda option: option.name == "drain_s")
-    of_worker = options.as_arguments(context, lambda option: isinstance(option, options.WorkerOption))
     return ClusterConfig(
         **{"num_prefill": default, "num_decode": default, **counts},
         num_colocated=settings["num_colocated"],
@@ -29,14 +27,14 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         port=settings["port"],
         num_threads=settings["num_threads"],
         router_arguments=drain,
-        worker_arguments=[*of_worker, *drain],
+        worker_arguments=[*options.of_worker(context), *drain],
         stop_grace_s=settings["drain_s"] + 10,
     )
 
 
 async def run_up(config: ClusterConfig, console: Console) -> None:
     prepare_model(config.model)
-    cluster = LocalCluster(config, lambda name, text: show_progress(console, name, text))
+    cluster = LocalCluster(config, ConsoleProgress(console))
     with ended_by_signals(again=cluster.kill_all):
         async with cluster:
             console.print(how_to_call(cluster), soft_wrap=True, markup=False)
@@ -49,14 +47,10 @@ def prepare_model(name: str) -> None:
 
     Raises ModelUnavailable.
     """
-    from model.demo_models import default_cache
+    from model.cache_folder import default_cache
     from model.model_source import resolve_model
 
     resolve_model(name, default_cache())
-
-
-def show_progress(console: Console, name: str, text: str) -> None:
-    console.print(f"  {name:<{_NAME_WIDTH}}{text}", soft_wrap=True, markup=False)  # a log may hold brackets
 
 
 def how_to_call(cluster: LocalCluster) -> str:

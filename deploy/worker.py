@@ -14,7 +14,7 @@ from pathlib import Path
 from decode.service import DecodeService
 from deploy import worker_metrics
 from deploy.reporter import Reporter
-from deploy.runners import load_runner, warm_up
+from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
 from deploy.worker_config import WorkerConfig
 from kvtransfer.geometry import CacheSpan
@@ -23,9 +23,9 @@ from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
+from model.cache_folder import default_cache
 from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
-from model.demo_models import default_cache
 from model.engine import Engine
 from model.model_source import resolve_model
 from model.runner import Chunk, ModelRunner, StepOutput
@@ -47,7 +47,9 @@ async def serve_worker(config: WorkerConfig) -> None:
     Raises what made it end otherwise: a model that cannot be read, a port in use, the router's refusal.
     """
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
+    logger.info("loading %s", config.model)
     runner = await asyncio.to_thread(load_runner, config, folder)
+    logger.info("warming up")
     await asyncio.to_thread(warm_up, runner, _WARM_UP_TOKENS)
     worker = Worker(config, folder, runner)
     try:
@@ -108,6 +110,7 @@ class Worker:
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._prefill)
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._decode)
         self._tokenizer_digest = tokenizer_digest(folder)
+        self._max_context_tokens = max_context_tokens(config, folder)
 
     async def serve(self) -> None:
         """Returns when it has been told to stop and has drained. What its tasks raise comes as an exception group."""
@@ -188,6 +191,7 @@ class Worker:
             runner=self._config.runner,
             kernels=self._runner.kernels,
             metrics_address=metrics_address,
+            max_context_tokens=self._max_context_tokens,
         )
 
     def _load(self) -> workers_pb2.WorkerLoad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class WorkerConfig:
     kv_cache_gb: float | None
     num_blocks: int | None
     block_size: int
+    max_context: int | None
     dtype: str
     max_step_tokens: int
     max_running: int
@@ -39,6 +41,13 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if self.kv_cache_gb is not None and not 0 < self.kv_cache_gb < math.inf:
+            raise ValueError(f"--kv-cache-gb is {self.kv_cache_gb:g}; it must be a number above 0")
+        if self.num_blocks is not None and self.num_blocks * self.block_size < 2:
+            raise ValueError(
+                f"--num-blocks is {self.num_blocks}; it must be at least 2 where --block-size is 1: "
+                "a token of a prompt and one of its answer have to fit"
+            )
         if self.lease_s <= 0 or self.drain_s < 0:
             raise ValueError("--lease-s must be above 0, --drain-s at least 0")
         if self.role not in ROLES:

@@ -678,6 +678,7 @@ class Model(_message.Message):
     name: _builtins.str
     architecture: _builtins.str
     max_context_tokens: _builtins.int
+    """the model's own, or less where workers were started with --max-context"""
     vocab_size: _builtins.int
     layout_fingerprint: _builtins.str
     """empty until a worker has registered"""

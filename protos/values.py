@@ -233,6 +233,7 @@ class Status:
     uptime_s: float
     metrics_address: str  # of the router
     workers: tuple[WorkerStatus, ...]
+    is_draining: bool = False  # the router
 
     @staticmethod
     def from_message(message: workers_pb2.Status) -> Status:
@@ -242,4 +243,5 @@ class Status:
             uptime_s=message.uptime_s,
             metrics_address=message.metrics_address,
             workers=tuple(WorkerStatus.from_message(each) for each in message.workers),
+            is_draining=message.draining,
         )

@@ -78,6 +78,7 @@ class WorkerHello(_message.Message):
     RUNNER_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.str
     """new at each process start"""
@@ -95,6 +96,8 @@ class WorkerHello(_message.Message):
     kernels: _builtins.str
     """which kernels run: for people"""
     metrics_address: _builtins.str
+    max_context_tokens: _builtins.int
+    """of a sequence, prompt and answer together; 0: as many as the model allows"""
     @_builtins.property
     def layout(self) -> _decode_pb2.KVLayout: ...
     def __init__(
@@ -112,10 +115,11 @@ class WorkerHello(_message.Message):
         runner: _builtins.str = ...,
         kernels: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
+        max_context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "flippable", b"flippable", "kernels", b"kernels", "layout", b"layout", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "flippable", b"flippable", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,11 +275,14 @@ class Status(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     num_requests_in_flight: _builtins.int
     model_name: _builtins.str
     uptime_s: _builtins.float
     metrics_address: _builtins.str
     """of the router"""
+    draining: _builtins.bool
+    """the router takes no new requests, and ends with those in flight"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     def __init__(
@@ -286,10 +293,11 @@ class Status(_message.Message):
         model_name: _builtins.str = ...,
         uptime_s: _builtins.float = ...,
         metrics_address: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics_address", b"metrics_address", "model_name", b"model_name", "num_requests_in_flight", b"num_requests_in_flight", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_requests_in_flight", b"num_requests_in_flight", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

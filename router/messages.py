@@ -67,6 +67,7 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
         runner=hello.runner,
         kernels=hello.kernels,
         metrics_address=hello.metrics_address,
+        max_context_tokens=hello.max_context_tokens or None,
     )
 
 
@@ -92,6 +93,7 @@ def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
             runner=profile.runner,
             kernels=profile.kernels,
             metrics_address=profile.metrics_address,
+            max_context_tokens=profile.max_context_tokens or 0,
         ),
         load=workers_pb2.WorkerLoad(state=_STATES[load.state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
         role=_ROLES[worker.role],
@@ -99,11 +101,11 @@ def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
     )
 
 
-def model_message(card: ModelCard, layout: KVLayout | None) -> inference_pb2.Model:
+def model_message(card: ModelCard, layout: KVLayout | None, max_context_tokens: int) -> inference_pb2.Model:
     return inference_pb2.Model(
         name=card.name,
         architecture=card.architecture,
-        max_context_tokens=card.max_context_tokens,
+        max_context_tokens=max_context_tokens,
         vocab_size=card.vocab_size,
         eos_token_ids=card.eos_token_ids,
         layout_fingerprint="" if layout is None else layout.fingerprint,

@@ -129,9 +129,14 @@ def _roomiest(workers: Sequence[Candidate], num_blocks: int, rng: random.Random)
 
 
 def _why_not(workers: Sequence[Candidate], role: Role) -> str:
+    """What is known, and where to look or what to do."""
+    if not workers:
+        return "none has registered. They may still be starting: `pdserve status` lists them as they come"
     name = "prefill" if role is Role.PREFILL else "decode"
+    known = f"{len(workers)} registered, {{}} of them with the role {name} or both"
     num_with_role = sum(role in worker.role for worker in workers)
     if num_with_role == 0:
-        return f"none of the {len(workers)} registered has the role {name} or both"
+        return f"{known.format('none')}. Start one, or let one change with `pdserve role WORKER {name}`"
     num_ready = sum(role in worker.role and worker.is_ready for worker in workers)
-    return f"{num_with_role} registered with the role {name} or both, {num_ready} of them ready and fitting"
+    ready = f"{known.format(num_with_role)}, {num_ready} of these ready"
+    return f"{ready}{' but with another KV layout' if num_ready else ''}. `pdserve status` shows their states"

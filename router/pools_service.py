@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from protos import workers_pb2, workers_pb2_grpc
 from protos.calls import Context
 from protos.errors import InvalidArgument, ServiceError
 from router.links import Links
 from router.messages import load_from_message, profile_from_hello, role_from_value, role_to_value, status_of
+from router.service import InferenceService
 from router.workers import Worker, WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -61,20 +62,21 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
 class PoolsService(workers_pb2_grpc.PoolsServicer):
     """`metrics_address` is the router's own, once it is known."""
 
-    def __init__(self, table: WorkerTable, model_name: str, num_in_flight: Callable[[], int]) -> None:
+    def __init__(self, table: WorkerTable, model_name: str, inference: InferenceService) -> None:
         self._table = table
         self._model_name = model_name
-        self._num_in_flight = num_in_flight
+        self._inference = inference
         self.metrics_address = ""
         self._started_at = time.monotonic()
 
     async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
         return workers_pb2.Status(
             workers=[status_of(worker, self._table.age_s(worker)) for worker in self._table.workers()],
-            num_requests_in_flight=self._num_in_flight(),
+            num_requests_in_flight=self._inference.num_in_flight,
             model_name=self._model_name,
             uptime_s=time.monotonic() - self._started_at,
             metrics_address=self.metrics_address,
+            draining=self._inference.is_draining,
         )
 
     async def SetRole(self, request: workers_pb2.SetRoleRequest, context: Context) -> workers_pb2.SetRoleResponse:

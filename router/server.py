@@ -12,9 +12,9 @@ from typing import Self
 
 import prometheus_client
 
+from model.cache_folder import default_cache
 from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
-from model.demo_models import default_cache
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import workers_pb2_grpc
@@ -72,7 +72,7 @@ class Router:
         self._server = GrpcServer(config.host, config.port)
         self._server.add_handlers(SERVICE, self.inference.handlers())
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
-        self._pools = PoolsService(self.table, card.name, lambda: self.inference.num_in_flight)
+        self._pools = PoolsService(self.table, card.name, self.inference)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
         self._stack = AsyncExitStack()
 

@@ -65,7 +65,8 @@ class InferenceService:
 
     def Generate(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[bytes, None]:
         return self._answer(
-            lambda: check_generate(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)), context
+            lambda: check_generate(message, self._card, self._limit(), self._max_prompt_bytes, secrets.token_hex(8)),
+            context,
         )
 
     def Chat(self, message: pb.ChatRequest, context: Context) -> AsyncGenerator[bytes, None]:
@@ -86,7 +87,7 @@ class InferenceService:
 
     async def GetModel(self, message: pb.GetModelRequest, context: Context) -> pb.Model:
         check_model(message.model if message.HasField("model") else None, self._card)
-        return model_message(self._card, self._table.layout)
+        return model_message(self._card, self._table.layout, self._context_limit().num_tokens)
 
     async def _answer(self, check: Callable[[], UnresolvedRequest], context: Context) -> AsyncGenerator[bytes, None]:
         clock, remaining_s = RequestClock(), context.time_remaining()
@@ -118,8 +119,11 @@ class InferenceService:
         except ChatRejected as error:
             raise InvalidArgument(str(error), field="messages") from None
 
+    def _context_limit(self) -> TokenLimit:
+        return context_limit(self._card, self._table.max_context_tokens)
+
     def _limit(self) -> TokenLimit:
-        context = context_limit(self._card)
+        context = self._context_limit()
         cache = self._table.max_sequence_tokens
         if cache is None or cache >= context.num_tokens:
             return context

@@ -57,7 +57,7 @@ class TokenLimit:
 
 
 def check_generate(
-    message: pb.GenerateRequest, card: ModelCard, max_prompt_bytes: int, new_id: str
+    message: pb.GenerateRequest, card: ModelCard, limit: TokenLimit, max_prompt_bytes: int, new_id: str
 ) -> UnresolvedRequest:
     """`new_id` is taken if the client gave none."""
     check_model(message.model if message.HasField("model") else None, card)
@@ -65,7 +65,7 @@ def check_generate(
         case "text":
             prompt = text_prompt(message.text, max_prompt_bytes)
         case "token_ids":
-            prompt = _ids_prompt(message.token_ids.ids, card)
+            prompt = _ids_prompt(message.token_ids.ids, card, limit)
         case _:
             raise InvalidArgument("there is no prompt: set text or token_ids", field="prompt")
     return UnresolvedRequest(_request_id(message, new_id), prompt, message.sampling)
@@ -98,8 +98,11 @@ def resolve(
     return Request(unresolved.request_id, ids, sampling)
 
 
-def context_limit(card: ModelCard) -> TokenLimit:
-    return TokenLimit(card.max_context_tokens, "the model's context")
+def context_limit(card: ModelCard, of_workers: int | None) -> TokenLimit:
+    """`of_workers` is the context they were told to take, if they were."""
+    if of_workers is None or of_workers >= card.max_context_tokens:
+        return TokenLimit(card.max_context_tokens, "the model's context")
+    return TokenLimit(of_workers, "the context that the workers were given with --max-context")
 
 
 def check_deadline(remaining_s: float | None) -> None:
@@ -137,10 +140,10 @@ def chat_prompt(messages: Iterable[pb.ChatMessage], max_bytes: int) -> Prompt:
     return Prompt("messages", messages=turns)
 
 
-def _ids_prompt(ids: Sequence[int], card: ModelCard) -> Prompt:
+def _ids_prompt(ids: Sequence[int], card: ModelCard, limit: TokenLimit) -> Prompt:
     if not ids:
         raise InvalidArgument("token_ids is empty; a prompt needs at least one token", field="token_ids")
-    _check_length("token_ids", len(ids), context_limit(card))
+    _check_length("token_ids", len(ids), limit)
     token_ids = tuple(ids)
     _check_in_vocabulary("token_ids", token_ids, card)
     return Prompt("token_ids", token_ids=token_ids)

@@ -41,6 +41,7 @@ class WorkerProfile:
     runner: str = ""
     kernels: str = ""
     metrics_address: str = ""
+    max_context_tokens: int | None = None  # None: as many as the model allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,12 @@ class WorkerTable:
     def layout(self) -> KVLayout | None:
         """What all workers have in common; None if there is none."""
         return next((worker.profile.layout for worker in self._present()), None)
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The least that a worker was told to take, so that all can serve what is taken; None if none was told."""
+        told = [worker.profile.max_context_tokens for worker in self._present()]
+        return min((tokens for tokens in told if tokens is not None), default=None)
 
     @property
     def max_sequence_tokens(self) -> int | None:

@@ -58,6 +58,11 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["up", "--prefill", "-1"], "-1 is not in the range x>=0"),
         (["up", "--port", "99999"], "99999 is not in the range 0<=x<=65535"),
         (["status", "--router", "127.0.0.1"], "'127.0.0.1' is not of the form HOST:PORT"),
+        (["up", "--num-blocks", "9", "--kv-cache-gb", "1"], "--num-blocks and --kv-cache-gb set the same thing"),
+        (["worker", "--kv-cache-gb", "1", "--num-blocks", "9"], "--num-blocks and --kv-cache-gb set the same thing"),
+        (["up", "--max-context", "1"], "1 is not in the range x>=2"),
+        (["demo", "--max-context", "0"], "0 is not in the range x>=2"),
+        (["generate", "x", "--deadline-s", "0"], "0.0 is not in the range x>0"),
         (["model", "build", "gpt-7"], "unknown: gpt-7; there are demo-dense and demo-moe"),
     ],
 )
@@ -83,11 +88,23 @@ def test_wrong_values_are_one_sentence(arguments: list[str], complaint: str) -> 
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_worker_says_in_one_sentence_what_is_wrong_with_its_settings() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--block-size", "0"], "--block-size is 0; it must be at least 1"),
+        (["--kv-cache-gb", "0"], "--kv-cache-gb is 0; it must be a number above 0"),
+        (
+            ["--num-blocks", "1", "--block-size", "1"],
+            "--num-blocks is 1; it must be at least 2 where --block-size is 1: "
+            "a token of a prompt and one of its answer have to fit",
+        ),
+    ],
+)
+def test_worker_says_in_one_sentence_what_is_wrong_with_its_settings(arguments: list[str], complaint: str) -> None:
     """In a process of its own: a worker takes over logging."""
-    command = [sys.executable, "-m", "deploy.cli", "worker", "--block-size", "0"]
+    command = [sys.executable, "-m", "deploy.cli", "worker", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (1, "Error: --block-size is 0; it must be at least 1\n")
+    assert (run.returncode, run.stderr) == (1, f"Error: {complaint}\n")
 
 
 @pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["chat", "x"], ["role", "a", "both"]])
@@ -105,7 +122,9 @@ def test_debug_shows_where_an_error_came_from() -> None:
 
 def test_up_gives_its_workers_the_options_it_was_given() -> None:
     config = cluster_config(
-        context := cli.commands["up"].make_context("up", ["--runner", "timed", "--num-blocks", "64", "--drain-s", "3"]),
+        context := cli.commands["up"].make_context(
+            "up", ["--runner", "timed", "--num-blocks", "64", "--drain-s", "3", "--max-context", "512"]
+        ),
         context.params,
     )
     assert (config.num_prefill, config.num_decode, config.num_colocated) == (1, 1, 0)
@@ -114,6 +133,7 @@ def test_up_gives_its_workers_the_options_it_was_given() -> None:
         "--runner": "timed",
         "--num-blocks": "64",
         "--block-size": "16",
+        "--max-context": "512",
         "--dtype": "auto",
         "--max-step-tokens": "512",
         "--max-running": "64",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.runners import warm_up
+from deploy.cli import cli
+from deploy.runners import load_runner, max_context_tokens, warm_up
+from deploy.worker_config import WorkerConfig
 from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, StepOutput
 from model.timed_runner import StepTiming, TimedRunner
+from tests.cluster.tiny_model import MAX_CONTEXT
 
 
 class Recorder(TimedRunner):
@@ -28,3 +33,41 @@ def test_a_prompt_and_a_decode_step_are_run(num_blocks: int, num_tokens: int) ->
     runner = Recorder(num_blocks)
     warm_up(runner, 32)
     assert runner.ran == [(0, num_tokens), (num_tokens, 1)]
+
+
+def config(folder: Path, **settings: Any) -> WorkerConfig:
+    """What `pdserve worker` is given with these options."""
+    command = cli.commands["worker"]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    context = command.make_context("worker", ["--model", str(folder), *arguments])
+    del context.params["log_level"]
+    return WorkerConfig(**context.params)
+
+
+@pytest.mark.parametrize("runner", ["torch", "timed"])
+def test_context_may_be_capped_but_not_raised(tiny_model: Path, runner: str) -> None:
+    assert max_context_tokens(config(tiny_model), tiny_model) == MAX_CONTEXT
+    assert max_context_tokens(config(tiny_model, max_context=MAX_CONTEXT), tiny_model) == MAX_CONTEXT
+    assert max_context_tokens(config(tiny_model, max_context=2), tiny_model) == 2
+    too_much = config(tiny_model, max_context=MAX_CONTEXT + 1, num_blocks=100, runner=runner)
+    with pytest.raises(ValueError, match=r"--max-context is 1025; it must be at most 1024, the model's own context"):
+        load_runner(too_much, tiny_model)
+
+
+def test_cache_need_only_hold_the_capped_context(tiny_model: Path) -> None:
+    capped = {"num_blocks": 8, "block_size": 16}  # 128 tokens
+    with pytest.raises(ValueError, match=r"cannot hold one sequence of 1024 tokens.* cap sequences with --max-context"):
+        load_runner(config(tiny_model, **capped), tiny_model)
+    with pytest.raises(ValueError, match="cannot hold one sequence of 129 tokens"):
+        load_runner(config(tiny_model, **capped, max_context=129), tiny_model)
+    runner = load_runner(config(tiny_model, **capped, max_context=128), tiny_model)
+    assert runner.num_blocks == 8
+    warm_up(runner, 256)
+
+
+def test_smallest_cache_there_can_be_is_warmed_up(tiny_model: Path) -> None:
+    runner = load_runner(config(tiny_model, runner="timed", num_blocks=2, block_size=1), tiny_model)
+    warm_up(runner, 256)
+    runner = load_runner(config(tiny_model, runner="timed", kv_cache_gb=1e-9, block_size=1), tiny_model)
+    assert runner.num_blocks == 2
+    warm_up(runner, 256)

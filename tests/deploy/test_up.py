@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import ClusterConfig, LocalCluster
+from deploy.log_folder import remove_left_behind
 from deploy.process import ProcessEnded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +105,16 @@ def test_chat_keeps_what_was_said(up: Up) -> None:
     assert third == first
 
 
+def test_piped_prompts_are_answered_and_nothing_else_is_printed(up: Up) -> None:
+    arguments = ("--seed", "7", "--max-tokens", "4", "-q", "--router", up.address)
+    once = pdserve("chat", "hello", *arguments)
+    assert len(once.stdout) > 1
+    piped = pdserve("chat", *arguments, stdin="hello\n\n/new\nhello")
+    assert (piped.returncode, piped.stderr, piped.stdout) == (0, "", once.stdout * 2)
+    after_exit = pdserve("chat", *arguments, stdin="hello\n/exit\nhello\n")
+    assert after_exit.stdout == once.stdout
+
+
 def test_chat_once(up: Up) -> None:
     run = pdserve("chat", "hello", "--max-tokens", "4", "-q", "--router", up.address)
     assert (run.returncode, run.stderr) == (0, "")
@@ -114,8 +125,22 @@ def test_errors_of_the_service_are_one_sentence_and_chat_goes_on(up: Up) -> None
     assert run.returncode == 1
     assert re.fullmatch(r"Error: .*top_p.*\n", run.stderr)
     run = pdserve("chat", "--max-tokens", "0", "--router", up.address, stdin="one\ntwo\n")
-    assert run.returncode == 0
+    assert run.returncode == 1
     assert len(re.findall(r"Error: .*max_tokens", run.stderr)) == 2
+
+
+def test_deadline_that_passes_is_told_in_seconds(up: Up) -> None:
+    slow = ("--ignore-eos", "--max-tokens", "900", "--deadline-s", "0.5", "-q", "--router", up.address)
+    for command in ("generate", "chat"):
+        run = pdserve(command, "x", *slow)
+        assert run.returncode == 1
+        assert run.stderr.startswith("Error: the answer was not complete after 0.5 s, as --deadline-s asks: allow more")
+
+
+def test_stop_id_that_is_none(up: Up) -> None:
+    run = pdserve("generate", "x", "--stop-token-id", "-1", "--router", up.address)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "stop_token_ids[0] is -1; " in run.stderr
 
 
 def test_status_and_roles(up: Up) -> None:
@@ -166,8 +191,23 @@ def test_killed_up_takes_its_processes_with_it(tiny_model: Path) -> None:
     with up.process:
         child_ids = up.child_ids
         assert len(child_ids) == 3
+        logs = Path(os.readlink(f"/proc/{child_ids[0]}/fd/1")).parent
         up.process.kill()
     wait_until_gone(child_ids)
+    assert logs.exists()
+    remove_left_behind()
+    assert not logs.exists()
+
+
+def test_closed_terminal_ends_it_in_order(tiny_model: Path) -> None:
+    up = start_up(tiny_model)
+    with up.process:
+        child_ids = up.child_ids
+        logs = Path(os.readlink(f"/proc/{child_ids[0]}/fd/1")).parent
+        up.process.send_signal(signal.SIGHUP)
+        assert up.process.wait(timeout=60) == 0
+    wait_until_gone(child_ids)
+    assert not logs.exists()
 
 
 async def test_process_that_never_comes_up_is_reported_and_nothing_is_left(tiny_model: Path) -> None:
@@ -192,3 +232,16 @@ def test_demo_answers_once_on_real_workers_and_ends(tiny_model: Path) -> None:
     assert run.stdout.lstrip().startswith("> hello\n")
     assert re.search(r"decode +\d+ tokens: \d+ received", run.stdout)
     assert re.search(r"handover +\S*prefill-0", run.stdout)
+
+
+def test_demo_answers_piped_prompts_within_a_capped_context(tiny_model: Path) -> None:
+    """The answer is as long as the context leaves, where nobody said how long: the defaults exceed this one."""
+    prompt = len("<|user|>hello\n<|assistant|>")  # one token a character
+    command = [*PDSERVE, "demo", "--model", str(tiny_model), "--max-context", "64"]
+    run = subprocess.run(command, cwd=ROOT, input=b"hello\n", capture_output=True, timeout=60, check=False)
+    said = run.stderr.decode()
+    assert run.returncode == 0, said
+    assert f"prefill  {prompt} tokens: {prompt} computed" in said
+    answered = re.search(r"answer +(\d+) tokens", said)
+    assert answered and int(answered[1]) <= 64 - prompt
+    assert "> " not in said + run.stdout.decode(errors="replace") and "/new" not in said

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import io
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from deploy.answer_view import milliseconds, show_answer, summary_lines
-from deploy.status_view import summary_line, workers_table
+from deploy.status_view import print_status, summary_line, what_is_missing, workers_table
+from protos import workers_pb2, workers_pb2_grpc
+from protos.calls import Context
 from protos.client import Answer
+from protos.errors import DeadlineExceeded, InvalidArgument
+from protos.serve import GrpcServer
 from protos.values import Chunk, Stage, Status, Summary, Timeline, Usage, WorkerStatus
 
 
@@ -83,6 +89,17 @@ async def test_text_that_has_come_is_ended_with_a_line_when_the_stream_fails() -
     assert written(out) == "Par\n"
 
 
+async def test_refusal_prints_nothing_where_answers_go() -> None:
+    async def refused() -> Answer:
+        raise InvalidArgument("top_p is 0")
+        yield chunk("")
+
+    out = text_console()
+    with pytest.raises(InvalidArgument):
+        await show_answer(refused(), out, text_console())
+    assert written(out) == ""
+
+
 def test_colocated_prompt_is_told_once_and_failures_are_told() -> None:
     usage = replace(
         USAGE,
@@ -146,3 +163,51 @@ def test_workers_table_is_sorted_and_fits_a_terminal() -> None:
     assert first == ["decode-0", "decode", "ready", *numbers]
     assert second == ["prefill-0", "prefill", "ready", *numbers, "(1", "quarantined)"]
     assert summary_line(status) == "demo-moe: 2 workers, torch (avx2); 3 requests in flight; router up for 12 s"
+
+
+def test_timed_workers_and_a_router_that_drains_are_called_so() -> None:
+    timed = replace(DECODE, runner="timed", kernels="timed")
+    status = Status("demo-moe", 1, 5.0, "127.0.0.1:9", workers=(timed,), is_draining=True)
+    assert summary_line(status) == (
+        "demo-moe: 1 worker, timed (computes nothing); 1 request in flight; "
+        "router draining, up for 5 s, metrics at 127.0.0.1:9"
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "told"),
+    [
+        ([], "No worker has registered: .* `pdserve up` .* --router 10.0.0.1:8500"),
+        ([("decode", "lost")], "No worker has registered"),
+        (
+            [("decode", "ready")],
+            "has the role prefill: .*`pdserve worker --role prefill`, .*`pdserve role WORKER both`",
+        ),
+        ([("decode", "draining"), ("prefill", "ready")], "has the role decode: "),
+        ([("prefill", "draining")], "has the role prefill or decode: "),
+        ([("prefill", "ready"), ("decode", "ready")], ""),
+        ([("both", "ready")], ""),
+    ],
+)
+def test_status_says_which_role_is_missing_and_what_to_do(workers: list[tuple[str, str]], told: str) -> None:
+    known = tuple(replace(DECODE, role=role, state=state) for role, state in workers)
+    said = what_is_missing(Status("m", 0, 1.0, "", known), "10.0.0.1:8500")
+    assert re.search(told, said) and bool(said) == bool(told)
+
+
+class Mute(workers_pb2_grpc.PoolsServicer):
+    async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
+        await asyncio.sleep(60)
+        raise AssertionError("it was not cancelled")
+
+
+async def test_router_that_does_not_answer_is_told_with_the_time_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.status_view._DEADLINE_S", 0.4)
+    server = GrpcServer("127.0.0.1", 0)
+    server.add(workers_pb2_grpc.add_PoolsServicer_to_server, Mute())  # type: ignore[abstract]
+    await server.start()
+    with pytest.raises(
+        DeadlineExceeded, match=f"router at {server.address} did not answer within 0.4 s: it is stopped"
+    ):
+        await print_status(server.address, text_console())
+    await server.stop()

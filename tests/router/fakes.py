@@ -82,6 +82,7 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
         self.epoch = epoch
         self.role = role
         self.num_blocks = num_blocks
+        self.max_context_tokens = 0
         self.tokenizer_digest = CARD.tokenizer_digest
         self.hooks: dict[str, Hook] = {}
         self.num_open = 0
@@ -125,6 +126,7 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
             layout=layout_message(),
             num_blocks=self.num_blocks,
             runner="fake",
+            max_context_tokens=self.max_context_tokens,
         )
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
@@ -203,8 +205,11 @@ class FakeFleet:
         self.workers: dict[str, FakeWorker] = {}
         self.hand_over = HandOver()
 
-    async def add(self, name: str, role: int, epoch: str = "e1", num_blocks: int = 100) -> FakeWorker:
+    async def add(
+        self, name: str, role: int, epoch: str = "e1", num_blocks: int = 100, max_context_tokens: int = 0
+    ) -> FakeWorker:
         worker = FakeWorker(name, role, self.hand_over, epoch, num_blocks)
+        worker.max_context_tokens = max_context_tokens
         self.workers[name] = worker
         await worker.start(self.router.address)
         return worker

@@ -134,13 +134,25 @@ def test_restarted_worker_is_not_the_one_to_avoid() -> None:
 @pytest.mark.parametrize(
     "workers, problem",
     [
-        ([], "no worker can prefill: none of the 0 registered has the role prefill or both"),
-        ([worker("d", D)], "no worker can prefill: none of the 1 registered has the role prefill or both"),
-        ([worker("p", P)], "no worker can decode: none of the 1 registered has the role decode or both"),
-        ([worker("p", P, ready=False), worker("d", D)], "no worker can prefill: 1 registered .* 0 of them ready"),
-        ([worker("p", P), worker("d", D, ready=False)], "no worker can decode: 1 registered .* 0 of them ready"),
-        ([worker("b", B, ready=False)], "no worker can prefill: 1 registered"),
-        ([worker("p", P), worker("d", D, layout="b")], "no worker can decode: 1 registered"),
+        ([], "no worker can prefill: none has registered. They may still be starting: `pdserve status` lists"),
+        (
+            [worker("d", D)],
+            "no worker can prefill: 1 registered, none .* prefill or both. .* `pdserve role WORKER prefill`",
+        ),
+        (
+            [worker("p", P)],
+            "no worker can decode: 1 registered, none of them with the role decode or both. Start one, or",
+        ),
+        (
+            [worker("p", P, ready=False), worker("d", D)],
+            "no worker can prefill: 2 registered, 1 .*, 0 of these ready. `",
+        ),
+        ([worker("p", P), worker("d", D, ready=False)], "no worker can decode: 2 registered, 1 of them .*, 0 of these"),
+        ([worker("b", B, ready=False)], "no worker can prefill: 1 registered, 1 of them"),
+        (
+            [worker("p", P), worker("d", D, layout="b")],
+            "no worker can decode: 2 .* 1 of these ready but with another KV",
+        ),
     ],
 )
 def test_who_is_missing_is_said(workers: list[Candidate], problem: str) -> None:

@@ -104,6 +104,41 @@ async def test_model_tells_what_the_workers_have_in_common() -> None:
         assert model.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, head size, float32
 
 
+async def test_workers_cap_the_context_and_the_least_of_them_counts() -> None:
+    async with running_fleet() as fleet, PdserveClient(fleet.router.address) as client:
+        await fleet.add("wide", workers_pb2.ROLE_BOTH, max_context_tokens=100)
+        narrow = await fleet.add("narrow", workers_pb2.ROLE_BOTH, max_context_tokens=20)
+        assert (await client.get_model()).max_context_tokens == 20
+        with pytest.raises(InvalidArgument, match=r"text has 20 tokens; the context .* --max-context holds 20"):
+            await tokens_of(client.generate("x" * 20))
+        assert await tokens_of(client.generate("x" * 19)) == plain_loop(FakeTokenizer().encode("x" * 19), 1)
+        await narrow.die()
+        async with asyncio.timeout(5):
+            while (await client.get_model()).max_context_tokens != 100:
+                await asyncio.sleep(0.001)
+
+
+async def test_status_tells_that_the_router_drains(fleet: FakeFleet, client: PdserveClient) -> None:
+    held, answer_began = asyncio.Event(), asyncio.Event()
+
+    async def hold(attempt_id: str, num_tokens: int) -> None:
+        answer_began.set()
+        await held.wait()
+
+    fleet.workers["d0"].hooks["decode.token"] = hold
+    assert not (await client.get_status()).is_draining
+    asking = asyncio.create_task(tokens_of(client.generate("hi", sampling=Sampling(max_tokens=3))))
+    await answer_began.wait()
+    draining = asyncio.create_task(fleet.router.drain())
+    async with asyncio.timeout(5):
+        while not (status := await client.get_status()).is_draining:
+            await asyncio.sleep(0.001)
+    assert status.num_requests_in_flight == 1
+    held.set()
+    assert len(await asking) == 3
+    await draining
+
+
 async def test_status_shows_workers_and_their_load(fleet: FakeFleet, client: PdserveClient) -> None:
     fleet.workers["p0"].report(ready_load(queued_prefill_tokens=123, num_used_blocks=7, num_quarantined_blocks=1))
     async with asyncio.timeout(5):

@@ -20,6 +20,7 @@ from router.validation import (
     check_chat,
     check_deadline,
     check_generate,
+    context_limit,
     resolve,
 )
 from tests.router.fakes import CARD, EOS, MAX_CONTEXT, VOCAB_SIZE
@@ -28,8 +29,8 @@ LIMIT = TokenLimit(MAX_CONTEXT, "the model's context")
 IDS = tuple(range(10, 20))
 
 
-def generate(max_bytes: int = 100, **fields: Any) -> UnresolvedRequest:
-    return check_generate(pb.GenerateRequest(**fields), CARD, max_bytes, "minted")
+def generate(max_bytes: int = 100, limit: TokenLimit = LIMIT, **fields: Any) -> UnresolvedRequest:
+    return check_generate(pb.GenerateRequest(**fields), CARD, limit, max_bytes, "minted")
 
 
 def chat(*messages: tuple[str, str], max_bytes: int = 100) -> UnresolvedRequest:
@@ -66,6 +67,19 @@ def test_generate_is_refused(fields: dict[str, Any], field: str, problem: str) -
     with pytest.raises(InvalidArgument, match=problem) as caught:
         generate(**fields)
     assert caught.value.field == field
+
+
+def test_limit_is_the_least_of_model_and_workers_and_its_reason_is_told() -> None:
+    assert context_limit(CARD, None) == context_limit(CARD, MAX_CONTEXT) == context_limit(CARD, 9999) == LIMIT
+    capped = context_limit(CARD, 32)
+    assert capped.num_tokens == 32
+    for refuse in (
+        lambda: generate(limit=capped, token_ids=pb.TokenIds(ids=[5] * 32)),
+        lambda: resolved((5,) * 32, capped),
+    ):
+        with pytest.raises(InvalidArgument, match=r"has 32 tokens; the context .* with --max-context holds 32, "):
+            refuse()
+    assert resolved((5,) * 31, capped).sampling.max_tokens == 1
 
 
 @pytest.mark.parametrize(
