@@ -70,6 +70,7 @@ def cli(debug: bool) -> None:
 @click.option("--prompt", default="What is the capital of France?", show_default=True, help="The prompt for --once.")
 @options.threads_option
 @options.max_context_option
+@options.device_option
 @click.pass_context
 def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_threads: int | None, **_: Any) -> None:
     """Talk to a small chat model on this machine."""

@@ -52,7 +52,7 @@ def _deadline_told(asking: Asking) -> Iterator[None]:
             raise
         raise DeadlineExceeded(
             f"the answer was not complete after {asking.deadline_s:g} s, as --deadline-s asks: allow more time, or "
-            "fewer tokens with --max-tokens"
+            "fewer tokens with --max-tokens, and see with `pdserve status` whether there are workers for it"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,6 +98,21 @@ max_context_option = worker_setting(
     help="Prompt and answer together, at most; a smaller KV cache will do then.  [default: the model's own]",
 )
 
+
+def _device(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", value):
+        raise click.BadParameter(f"{value!r} is none of auto, cpu, cuda and cuda:N")
+    return value
+
+
+device_option = worker_setting(
+    "--device",
+    metavar="DEVICE",
+    callback=_device,
+    default="auto",
+    help="cpu, cuda or cuda:N; auto: a GPU if there is one.",
+)
+
 worker_options = group_of(
     worker_setting(
         "--runner", type=click.Choice(RUNNERS), default="torch", help="timed computes nothing and takes its time."
@@ -110,6 +126,7 @@ worker_options = group_of(
     ),
     worker_setting("--block-size", type=int, default=16, help="Tokens in a block."),
     max_context_option,
+    device_option,
     worker_setting(
         "--dtype", type=click.Choice(("auto", "float32", "bfloat16")), default="auto", help="auto: the model's own."
     ),

@@ -88,16 +88,20 @@ class ChildProcess:
         self.send(signal.SIGTERM)
         self.send(signal.SIGCONT)  # one that was stopped could not hear it
         try:
-            return await asyncio.wait_for(self.wait(), grace_s)
+            async with asyncio.timeout(grace_s):  # not wait_for: it may take the child's end for its cancellation
+                return await self.wait()
         except TimeoutError:
             self.kill()
-            return await asyncio.wait_for(self.wait(), _KILLED_WAIT_S)
+            async with asyncio.timeout(_KILLED_WAIT_S):
+                return await self.wait()
         except asyncio.CancelledError:
             self.kill()
             raise
 
     def last_log_lines(self, num_lines: int) -> list[str]:
         """Of what this process wrote; the first may lack its beginning."""
+        if not self.command.log_path.exists():  # whoever tidies up temporary files may have removed it
+            return []
         with self.command.log_path.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
             lines = log.read().decode("utf-8", errors="replace").splitlines()

@@ -59,7 +59,7 @@ class ConsoleProgress:
         if self._began_at is None:
             self._began_at, self._tell_at = now, now + _FIRST_LINE_S
         line = f"{now - self._began_at:.0f} s  {text}"
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._write_over(line)
         elif now >= self._tell_at:
             self._tell_at = now + _LINE_EVERY_S

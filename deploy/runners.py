@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from deploy.worker_config import WorkerConfig
 from model.checkpoint import model_digest
@@ -12,7 +13,8 @@ from model.runner import Chunk, ModelRunner
 from model.sampling_params import SamplingParams
 
 _GIB = 1 << 30
-_DEFAULT_SHARE = 1 / 8  # of the memory that is free; other workers start on the same machine at the same time
+_CPU_SHARE = 1 / 8  # of the memory that is free; other workers start on the same machine at the same time
+_CUDA_SHARE = 0.8  # of what the weights leave; a step needs memory too
 
 
 def load_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
@@ -43,28 +45,45 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
-    import torch
-
-    from model.kv_cache import available_bytes
     from model.torch_runner import TorchRunner
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    kv_cache_bytes: int | None = None
-    if config.kv_cache_gb is not None:
-        kv_cache_bytes = int(config.kv_cache_gb * _GIB)
-    elif config.num_blocks is None:
-        share = 0.8 if device == "cuda" else _DEFAULT_SHARE
-        kv_cache_bytes = int(available_bytes(torch.device(device)) * share)
+    device = _device(config.device)
     return TorchRunner.load(
         folder,
-        num_blocks=config.num_blocks,
-        kv_cache_bytes=kv_cache_bytes if config.num_blocks is None else None,
+        **_cache_size(config, device),
         block_size=config.block_size,
         max_context_tokens=max_context_tokens(config, folder),
         dtype=config.dtype,
         device=device,
         num_threads=config.num_threads,
     )
+
+
+def _device(name: str) -> str:
+    """Raises ValueError if torch does not see it."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if num_gpus else "cpu"
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= num_gpus:
+        raise ValueError(f"--device is {name}, but torch sees {num_gpus or 'no'} CUDA device{'s' * (num_gpus != 1)}")
+    return name
+
+
+def _cache_size(config: WorkerConfig, device: str) -> dict[str, Any]:
+    """As `TorchRunner.load` takes it."""
+    import torch
+
+    from model.kv_cache import available_bytes
+
+    if config.num_blocks is not None:
+        return {"num_blocks": config.num_blocks}
+    if config.kv_cache_gb is not None:
+        return {"kv_cache_bytes": int(config.kv_cache_gb * _GIB)}
+    if device == "cpu":
+        return {"kv_cache_bytes": int(available_bytes(torch.device(device)) * _CPU_SHARE)}
+    return {"kv_cache_share": _CUDA_SHARE}
 
 
 def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:

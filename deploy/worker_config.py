@@ -29,6 +29,7 @@ class WorkerConfig:
     num_blocks: int | None
     block_size: int
     max_context: int | None
+    device: str
     dtype: str
     max_step_tokens: int
     max_running: int

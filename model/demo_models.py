@@ -91,8 +91,9 @@ def _step(what: str, console: Console) -> Iterator[None]:
     """Says what is done, with the seconds so far where a line can be written over, and then how long it took."""
     begin = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        if not console.is_terminal:
+    is_written_over = console.is_terminal and not console.is_dumb_terminal
+    with Progress(*columns, console=console, transient=True, disable=not is_written_over) as progress:
+        if not is_written_over:
             console.print(f"{what} ...")
         progress.add_task(what, total=None)
         yield

@@ -43,6 +43,7 @@ class TorchRunner:
         *,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        kv_cache_share: float | None = None,
         block_size: int = 16,
         max_context_tokens: int | None = None,
         dtype: str = "auto",
@@ -51,8 +52,9 @@ class TorchRunner:
         num_threads: int | None = None,
         kernels: str = "auto",
     ) -> TorchRunner:
-        """Reads the checkpoint and takes the cache: `num_blocks` or as many as fit `kv_cache_bytes`, which has to hold
-        a sequence of `max_context_tokens` (None: of the model's whole context).
+        """Reads the checkpoint and takes the cache: `num_blocks` or as many as fit `kv_cache_bytes` or
+        `kv_cache_share` of the memory that the weights leave. It has to hold a sequence of `max_context_tokens`
+        (None: of the model's whole context).
 
         `dtype` is that of the computation; "auto" is the checkpoint's. The AVX2 kernels always compute in float32, on
         the weights as they are stored. `kv_dtype` is "auto" for `dtype`. `num_threads` is torch's, for this process.
@@ -77,8 +79,10 @@ class TorchRunner:
         weights = map_weights(folder, config)
         backend = choose_backend(kernels, config, torch.device(device), getattr(torch, dtype))
         weight_bytes = sum(backend.placed_bytes(tensor) for tensor in weights.values())
-        max_tokens = max_context_tokens or config.max_position_embeddings
-        cache = _cache(layout, num_blocks, kv_cache_bytes, max_tokens, weight_bytes, torch.device(device))
+        free_bytes = available_bytes(torch.device(device)) - weight_bytes
+        num_blocks = _num_blocks(layout, num_blocks, kv_cache_bytes, kv_cache_share, free_bytes)
+        check_memory(layout, num_blocks, max_context_tokens or config.max_position_embeddings, free_bytes)
+        cache = PagedKVCache(layout, num_blocks, torch.device(device))
         weights = {name: backend.place(tensor) for name, tensor in weights.items()}
         return cls(config, Transformer(config, weights, backend, cache), cache, backend.name)
 
@@ -138,17 +142,13 @@ def _named_dtype(name: str, value: str, default: str) -> str:
     return default if value == "auto" else value
 
 
-def _cache(
-    layout: KVLayout,
-    num_blocks: int | None,
-    kv_cache_bytes: int | None,
-    max_sequence_tokens: int,
-    weight_bytes: int,
-    device: torch.device,
-) -> PagedKVCache:
-    if (num_blocks is None) == (kv_cache_bytes is None):
-        raise ValueError("give either num_blocks or kv_cache_bytes")
-    if num_blocks is None:
-        num_blocks = num_blocks_that_fit(layout, kv_cache_bytes or 0)
-    check_memory(layout, num_blocks, max_sequence_tokens, available_bytes(device) - weight_bytes)
-    return PagedKVCache(layout, num_blocks, device)
+def _num_blocks(
+    layout: KVLayout, num_blocks: int | None, num_bytes: int | None, share: float | None, free_bytes: int
+) -> int:
+    if sum(size is not None for size in (num_blocks, num_bytes, share)) != 1:
+        raise ValueError("give one of num_blocks, kv_cache_bytes and kv_cache_share")
+    if num_blocks is not None:
+        return num_blocks
+    if num_bytes is None:
+        num_bytes = int(max(0, free_bytes) * (share or 0.0))
+    return num_blocks_that_fit(layout, num_bytes)

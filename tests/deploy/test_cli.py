@@ -123,7 +123,8 @@ def test_debug_shows_where_an_error_came_from() -> None:
 def test_up_gives_its_workers_the_options_it_was_given() -> None:
     config = cluster_config(
         context := cli.commands["up"].make_context(
-            "up", ["--runner", "timed", "--num-blocks", "64", "--drain-s", "3", "--max-context", "512"]
+            "up",
+            ["--runner", "timed", "--num-blocks", "64", "--drain-s", "3", "--max-context", "512", "--device", "cuda:1"],
         ),
         context.params,
     )
@@ -134,6 +135,7 @@ def test_up_gives_its_workers_the_options_it_was_given() -> None:
         "--num-blocks": "64",
         "--block-size": "16",
         "--max-context": "512",
+        "--device": "cuda:1",
         "--dtype": "auto",
         "--max-step-tokens": "512",
         "--max-running": "64",

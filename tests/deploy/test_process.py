@@ -11,10 +11,11 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.process import PARENT_PID, ChildProcess, Command
+from deploy.process import PARENT_PID, ChildProcess, Command, ProcessEnded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +49,15 @@ async def test_ends_by_itself(python_child: Callable[[str], Command]) -> None:
     assert child.last_log_lines(1) == ["two"]
     assert await child.stop(grace_s=0) == 3  # stopping what has ended is no error
     child.kill()
+
+
+async def test_its_end_is_told_without_a_log_too(python_child: Callable[[str], Command]) -> None:
+    """Files that nothing was written to for days are taken out of the folder for temporary ones."""
+    child = await ChildProcess.start(python_child("raise SystemExit(3)"))
+    child.command.log_path.unlink()
+    await child.wait()
+    assert child.last_log_lines(1) == []
+    assert str(ProcessEnded(child)) == "child ended with exit code 3. It said last:"
 
 
 async def test_stop_lets_it_finish(python_child: Callable[[str], Command]) -> None:
@@ -97,6 +107,36 @@ async def test_cancelled_stop_kills(python_child: Callable[[str], Command]) -> N
     with pytest.raises(asyncio.CancelledError):
         await stopping
     assert await child.wait() == -signal.SIGKILL
+
+
+class Process:
+    """Stands where asyncio's process stands; ends when a test says so."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self.end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def send_signal(self, number: int) -> None:
+        """It takes a while to end."""
+
+    async def wait(self) -> int:
+        self.returncode = await self.end
+        return self.returncode
+
+
+@pytest.mark.parametrize("num_ticks", range(4))
+async def test_stop_cancelled_while_the_child_ends_is_cancelled(num_ticks: int, tmp_path: Path) -> None:
+    process: Any = Process()
+    stopping = asyncio.create_task(ChildProcess(Command("child", (), tmp_path / "log"), process, 0).stop(60))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    process.end.set_result(0)
+    process.returncode = 0  # so that nothing is killed
+    for _ in range(num_ticks):
+        await asyncio.sleep(0)
+    was_in_time = stopping.cancel()
+    await asyncio.wait([stopping])
+    assert stopping.cancelled() == was_in_time
 
 
 async def test_interrupt_at_the_terminal_reaches_only_the_parent(python_child: Callable[[str], Command]) -> None:

@@ -20,8 +20,8 @@ class Clock:
         return self.now_s
 
 
-def console(*, is_terminal: bool) -> Console:
-    terminal = {"TERM": "xterm"}
+def console(*, is_terminal: bool, kind: str = "xterm") -> Console:
+    terminal = {"TERM": kind}
     return Console(file=io.StringIO(), width=40, highlight=False, force_terminal=is_terminal, _environ=terminal)
 
 
@@ -30,8 +30,11 @@ def written(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_elsewhere_than_on_a_terminal_lines_are_sparse_and_short_waits_are_silent() -> None:
-    out, clock = console(is_terminal=False), Clock()
+@pytest.mark.parametrize(("is_terminal", "kind"), [(False, "xterm"), (True, "dumb")])
+def test_where_nothing_can_be_written_over_lines_are_sparse_and_short_waits_are_silent(
+    is_terminal: bool, kind: str
+) -> None:
+    out, clock = console(is_terminal=is_terminal, kind=kind), Clock()
     progress = ConsoleProgress(out, clock)
     for _ in range(250):  # 25 s
         progress.waiting("waiting for decode-0: [loading]")

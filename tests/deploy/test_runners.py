@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import torch
 
 from deploy.cli import cli
 from deploy.runners import load_runner, max_context_tokens, warm_up
@@ -14,6 +16,7 @@ from deploy.worker_config import WorkerConfig
 from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, StepOutput
 from model.timed_runner import StepTiming, TimedRunner
+from model.torch_runner import TorchRunner
 from tests.cluster.tiny_model import MAX_CONTEXT
 
 
@@ -63,6 +66,50 @@ def test_cache_need_only_hold_the_capped_context(tiny_model: Path) -> None:
     runner = load_runner(config(tiny_model, **capped, max_context=128), tiny_model)
     assert runner.num_blocks == 8
     warm_up(runner, 256)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "used"),
+    [(0, "auto", "cpu"), (2, "auto", "cuda"), (2, "cpu", "cpu"), (1, "cuda", "cuda"), (2, "cuda:1", "cuda:1")],
+)
+def test_device_is_the_one_asked_for_and_its_memory_the_measure(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, device: str, used: str
+) -> None:
+    loaded: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(TorchRunner, "load", lambda folder, **settings: loaded.append(settings))
+    load_runner(config(tiny_model, device=device), tiny_model)
+    load_runner(config(tiny_model, device=device, num_blocks=7), tiny_model)
+    load_runner(config(tiny_model, device=device, kv_cache_gb=2), tiny_model)
+    assert {settings["device"] for settings in loaded} == {used}
+    sizes = [
+        {name: settings.get(name) for name in ("num_blocks", "kv_cache_bytes", "kv_cache_share")} for settings in loaded
+    ]
+    assert [{name for name, size in each.items() if size is not None} for each in sizes] == [
+        {"kv_cache_bytes" if used == "cpu" else "kv_cache_share"},
+        {"num_blocks"},
+        {"kv_cache_bytes"},
+    ]
+    assert (sizes[1]["num_blocks"], sizes[2]["kv_cache_bytes"]) == (7, 2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "seen"), [(0, "cuda", "no CUDA devices"), (1, "cuda:1", "1 CUDA device$")]
+)
+def test_device_that_is_not_there_is_refused(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, device: str, seen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(ValueError, match=f"--device is {device}, but torch sees {seen}"):
+        load_runner(config(tiny_model, device=device), tiny_model)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "", "mps"])
+def test_device_that_does_not_exist_is_wrong_usage(tiny_model: Path, device: str) -> None:
+    with pytest.raises(click.BadParameter, match="is none of auto, cpu, cuda and cuda:N"):
+        config(tiny_model, device=device)
 
 
 def test_smallest_cache_there_can_be_is_warmed_up(tiny_model: Path) -> None:

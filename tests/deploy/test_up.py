@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +43,25 @@ class Up:
         ]
 
 
-def start_up(tiny_model: Path) -> Up:
+@contextmanager
+def started_up(tiny_model: Path) -> Iterator[Up]:
+    """Killed at the end, if it still runs."""
     command = [*PDSERVE, "up", "--model", str(tiny_model), "--port", "0", *TIMED]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where the tests run under nohup
+    )
+    with process:
+        try:
+            yield _when_it_serves(process)
+        finally:
+            process.kill()
+
+
+def _when_it_serves(process: subprocess.Popen[str]) -> Up:
     assert process.stderr is not None
     said = ""
     while line := process.stderr.readline():
@@ -57,12 +73,8 @@ def start_up(tiny_model: Path) -> Up:
 
 @pytest.fixture(scope="module")
 def up(tiny_model: Path) -> Iterator[Up]:
-    up = start_up(tiny_model)
-    with up.process:
-        try:
-            yield up
-        finally:
-            up.process.kill()
+    with started_up(tiny_model) as up:
+        yield up
 
 
 def is_running(pid: int) -> bool:
@@ -187,8 +199,7 @@ def test_interrupt_drains_and_leaves_no_process(up: Up) -> None:
 
 
 def test_killed_up_takes_its_processes_with_it(tiny_model: Path) -> None:
-    up = start_up(tiny_model)
-    with up.process:
+    with started_up(tiny_model) as up:
         child_ids = up.child_ids
         assert len(child_ids) == 3
         logs = Path(os.readlink(f"/proc/{child_ids[0]}/fd/1")).parent
@@ -200,8 +211,7 @@ def test_killed_up_takes_its_processes_with_it(tiny_model: Path) -> None:
 
 
 def test_closed_terminal_ends_it_in_order(tiny_model: Path) -> None:
-    up = start_up(tiny_model)
-    with up.process:
+    with started_up(tiny_model) as up:
         child_ids = up.child_ids
         logs = Path(os.readlink(f"/proc/{child_ids[0]}/fd/1")).parent
         up.process.send_signal(signal.SIGHUP)

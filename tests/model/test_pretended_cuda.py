@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,20 @@ def test_weights_count_in_the_dtype_they_are_placed_in(
     load(tmp_path)
     with pytest.raises(CacheDoesNotFit, match=f"but {cache_bytes - num_weights} "):
         load(tmp_path, "float32")
+
+
+def test_a_share_is_of_what_the_weights_leave(tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole a large model's weights would leave no room for that share."""
+    build("llama", tmp_path)
+    num_weights = sum(weight.numel() for weight in map_weights(tmp_path, ModelConfig.from_folder(tmp_path)).values())
+    block_bytes = load(tmp_path).layout.block_bytes
+    free = 4 * num_weights + 100 * block_bytes  # float32
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    context: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_context_tokens": BLOCK_SIZE, "device": "cuda"}
+    assert TorchRunner.load(tmp_path, kv_cache_share=0.8, **context).num_blocks == 80
+    free = num_weights  # not even the weights fit
+    with pytest.raises(CacheDoesNotFit, match="of 0 blocks"):
+        TorchRunner.load(tmp_path, kv_cache_share=0.8, **context)
 
 
 def test_kernels_count_weights_that_stay_where_they_are() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,8 +142,10 @@ def test_more_cache_than_memory(mixtral: Path) -> None:
 
 
 def test_cache_size_is_given_once(mixtral: Path) -> None:
-    with pytest.raises(ValueError, match="either num_blocks or kv_cache_bytes"):
-        TorchRunner.load(mixtral)
+    sizes: dict[str, Any] = {"num_blocks": 16, "kv_cache_bytes": 1 << 20, "kv_cache_share": 0.5}
+    for given in ({}, *(dict(two) for two in itertools.combinations(sizes.items(), 2))):
+        with pytest.raises(ValueError, match="give one of num_blocks, kv_cache_bytes and kv_cache_share"):
+            TorchRunner.load(mixtral, **given)
 
 
 def test_plain_torch_is_said_and_logged(
