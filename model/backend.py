@@ -1,4 +1,5 @@
-"""Which implementation computes the parts of a transformer: plain torch anywhere, or the C kernels on a CPU with AVX2.
+"""Which implementation computes the parts of a transformer: plain torch anywhere, or the C kernels on a CPU that has
+at least AVX2.
 
 A backend makes parts out of weights; the transformer puts them together and knows no backend by name.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from model.attention import AttentionBackend, HeadNorms, TorchAttention
 from model.config import ModelConfig
-from model.kernels.library import KernelsUnavailable
+from model.kernels.library import AMX, AVX512, Build, KernelsUnavailable
 from model.kernels.parts import (
     MAX_GROUP,
     MAX_HEAD_DIM,
@@ -32,8 +33,11 @@ from model.moe import Expert, FeedForward, TorchFeedForward, TorchMoE
 
 logger = logging.getLogger(__name__)
 
-KERNELS = ("auto", "avx2", "mixed", "torch")
-MANY_TOKENS = 48
+KERNELS = ("auto", "c", "mixed", "torch")
+# Tokens per matrix from which on other products take less time, measured on the feed-forward nets of the demo models.
+# oneDNN packs the weights anew at every call; with AMX ours copy them once, which fewer than six tokens do not repay.
+MANY_TOKENS = {"avx2": 48, "avx512": 48, "amx": 192}  # for oneDNN, by what our kernels are compiled for
+TILED_TOKENS = 6  # for the kernels with AMX
 
 
 class Backend(Protocol):
@@ -97,12 +101,12 @@ class TorchBackend:
 class KernelBackend:
     """Float32 activations. Weights stay in place, unless another dtype, narrower than float32, was asked for."""
 
-    name = "avx2"
     activations = torch.float32
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, build: Build | None = None) -> None:
         self._dtype = dtype
-        self._library = library()
+        found, self._library = library(build)
+        self.name = found.name
 
     def place(self, weight: Tensor) -> Tensor:
         return weight if self._dtype == torch.float32 else weight.to(self._dtype)
@@ -131,30 +135,67 @@ class KernelBackend:
 class MixedBackend(KernelBackend):
     """The C kernels for few tokens, when reading the weights takes the time, and oneDNN in bfloat16 for many.
 
-    For CPUs with bfloat16 instructions. The last bits of a prompt then depend on how it was cut into chunks.
+    For CPUs with bfloat16 instructions. With AMX the fewest go through the kernels for AVX-512, which read the weights
+    in place. The last bits of a token then depend on how many are computed with it: chunks of a prompt, or a batch.
     """
 
-    name = "avx2, oneDNN bf16 for many tokens"
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._many_tokens = MANY_TOKENS[self.name]
+        self._fewest = KernelBackend(dtype, AVX512) if self.name == AMX.name else None
+        self.name += ", oneDNN bf16 for many tokens"
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
-        return MixedLinear(super().linear(weights, biases), TorchLinear(weights, biases))
+        mixed = MixedLinear(super().linear(weights, biases), TorchLinear(weights, biases), self._many_tokens)
+        if self._fewest is None:
+            return mixed
+        return LinearByCount(self._fewest.linear(weights, biases), mixed, TILED_TOKENS)
 
     def feed_forward(self, expert: Expert) -> FeedForward:
-        return MixedFeedForward(super().feed_forward(expert), TorchFeedForward(expert), MANY_TOKENS)
+        mixed = MixedFeedForward(super().feed_forward(expert), TorchFeedForward(expert), self._many_tokens)
+        if self._fewest is None:
+            return mixed
+        return FeedForwardByCount(self._fewest.feed_forward(expert), mixed, TILED_TOKENS)
 
     def mixture(self, experts: Sequence[Expert], router: Tensor, num_experts_per_token: int) -> FeedForward:
-        many = TorchMoE(experts, router, num_experts_per_token)
-        num_tokens = MANY_TOKENS * len(experts) // num_experts_per_token  # then an expert gets MANY_TOKENS on average
-        return MixedFeedForward(super().mixture(experts, router, num_experts_per_token), many, num_tokens)
+        def tokens(per_expert: int) -> int:  # of a batch in which an expert gets so many on average
+            return per_expert * len(experts) // num_experts_per_token
+
+        weights = experts, router, num_experts_per_token
+        mixed = MixedFeedForward(super().mixture(*weights), TorchMoE(*weights), tokens(self._many_tokens))
+        if self._fewest is None:
+            return mixed
+        return FeedForwardByCount(self._fewest.mixture(*weights), mixed, tokens(TILED_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearByCount:
+    few: Linear
+    many: Linear
+    num_tokens: int  # from which on they are many
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        return (self.few if len(x) < self.num_tokens else self.many)(x, add_to)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardByCount:
+    few: FeedForward
+    many: FeedForward
+    num_tokens: int  # from which on they are many
+
+    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
+        return (self.few if len(x) < self.num_tokens else self.many)(x, add_to)
 
 
 @dataclass(frozen=True, slots=True)
 class MixedLinear:
     few: Linear
     many: Linear
+    num_tokens: int  # from which on they are many
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        if len(x) < MANY_TOKENS:
+        if len(x) < self.num_tokens:
             return self.few(x, add_to)
         y = self.many(x.bfloat16())
         return y.float() if add_to is None else add_to.add_(y)
@@ -179,7 +220,7 @@ def choose_backend(kernels: str, config: ModelConfig, device: torch.device, dtyp
     """`kernels` is one of KERNELS: "auto" takes the fastest that can run, and logs why if that is plain torch.
 
     Raises:
-        KernelsUnavailable: "avx2" or "mixed" was asked for and cannot run here.
+        KernelsUnavailable: "c" or "mixed" was asked for and cannot run here.
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(KERNELS)}")

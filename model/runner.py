@@ -74,7 +74,7 @@ class ModelRunner(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Which kernels run, for people: 'avx2', 'torch', 'timed'."""
+        """Which kernels run, for people: 'avx2', 'amx', 'torch', 'timed'."""
         ...
 
     @property

@@ -56,7 +56,7 @@ class TorchRunner:
         `kv_cache_share` of the memory that the weights leave. It has to hold a sequence of `max_context_tokens`
         (None: of the model's whole context).
 
-        `dtype` is that of the computation; "auto" is the checkpoint's. The AVX2 kernels always compute in float32, on
+        `dtype` is that of the computation; "auto" is the checkpoint's. The C kernels always compute in float32, on
         the weights as they are stored. `kv_dtype` is "auto" for `dtype`. `num_threads` is torch's, for this process.
 
         Raises:

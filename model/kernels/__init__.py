@@ -1,1 +1,1 @@
-"""Kernels for CPUs with AVX2: C compiled on first use, and the parts of a transformer made of them."""
+"""Kernels for CPUs with AVX2, AVX-512 or AMX: C compiled on first use, and the parts of a transformer made of them."""

@@ -2,7 +2,7 @@
 #include <math.h>
 
 /* The cache of a layer is [N, H, 2, B, D] of `type`: blocks, KV heads, keys and values, tokens of a block, head size.
- * Q query heads; G = Q / H of them share a KV head. Heads are padded to a multiple of 8 in scratch memory. */
+ * Q query heads; G = Q / H of them share a KV head. Heads are padded to a multiple of WIDTH in scratch memory. */
 enum { MAX_D = 256, KEYS = 64, MAX_ROWS = 48 };
 
 /* Norm over one head, if the family has one (weight), then the rotation. */
@@ -31,8 +31,6 @@ struct store {
     char *cache;
     float *queries;
 };
-
-enum { TOKENS = 16 };
 
 static void store_piece(const void *job, long piece) {
     const struct store *s = job;
@@ -64,24 +62,23 @@ void store(const float *qkv, long T, long Q, long H, long D, long B, const float
 
 /* out[m rows, n vectors] += weights[m rows, KEYS] times values[num_keys, ld], for the columns at `out` and `values`. */
 INLINE void add_values(int m, int n, const float *weights, const float *values, long num_keys, float *out, long ld) {
-    __m256 sum[8];
+    vector sum[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < m * n; i++) sum[i] = _mm256_loadu_ps(out + i / n * ld + i % n * 8);
+    for (int i = 0; i < m * n; i++) sum[i] = vload(out + i / n * ld + i % n * WIDTH);
     for (long key = 0; key < num_keys; key++) {
-        __m256 value[2];
+        vector value[2];
 #pragma GCC unroll 2
-        for (int j = 0; j < n; j++) value[j] = _mm256_loadu_ps(values + key * ld + j * 8);
+        for (int j = 0; j < n; j++) value[j] = vload(values + key * ld + j * WIDTH);
 #pragma GCC unroll 8
-        for (int i = 0; i < m * n; i++)
-            sum[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(weights + i / n * KEYS + key), value[i % n], sum[i]);
+        for (int i = 0; i < m * n; i++) sum[i] = vfma(vall(weights[i / n * KEYS + key]), value[i % n], sum[i]);
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < m * n; i++) _mm256_storeu_ps(out + i / n * ld + i % n * 8, sum[i]);
+    for (int i = 0; i < m * n; i++) vstore(out + i / n * ld + i % n * WIDTH, sum[i]);
 }
 
 INLINE void add_rows(int m, const float *weights, const float *values, long num_keys, float *out, long ld) {
     long d = 0;
-    for (; d + 16 <= ld; d += 16) add_values(m, 2, weights, values + d, num_keys, out + d, ld);
+    for (; d + 2 * WIDTH <= ld; d += 2 * WIDTH) add_values(m, 2, weights, values + d, num_keys, out + d, ld);
     if (d < ld) add_values(m, 1, weights, values + d, num_keys, out + d, ld);
 }
 
@@ -97,24 +94,22 @@ static void add_weighted(const float *weights, const float *values, long num_row
 /* Scores of one row over `count` keys, of which it sees the first `num_seen`, become weights e^(score - highest); those
  * of the rest 0. `highest` and `total` go on from the keys before; returns what to scale the sum so far by. */
 static float soften(float *scores, long num_seen, long count, float *highest, float *total) {
-    const long padded = (MAX(num_seen, 0) + 7) & ~7L;
-    for (long key = padded; key < count; key++) scores[key] = 0;
-    if (padded == 0) return 1;
-    for (long key = num_seen; key < padded; key++) scores[key] = -INFINITY;
-    __m256 most = _mm256_set1_ps(*highest);
-    for (long key = 0; key < padded; key += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(scores + key));
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
-    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    const float now = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    const long end = padded(MAX(num_seen, 0));
+    for (long key = end; key < count; key++) scores[key] = 0;
+    if (end == 0) return 1;
+    for (long key = num_seen; key < end; key++) scores[key] = -INFINITY;
+    vector most = vall(*highest);
+    for (long key = 0; key < end; key += WIDTH) most = vmax(most, vload(scores + key));
+    const float now = most_of(most);
     const float scale = *highest == now ? 1 : expf(*highest - now);
-    __m256 sum = _mm256_setzero_ps();
-    for (long key = 0; key < padded; key += 8) {
-        __m256 weight = exp8(_mm256_sub_ps(_mm256_loadu_ps(scores + key), _mm256_set1_ps(now)));
-        _mm256_storeu_ps(scores + key, weight);
-        sum = _mm256_add_ps(sum, weight);
+    vector sum = vall(0);
+    for (long key = 0; key < end; key += WIDTH) {
+        const vector weight = exp_of(vsub(vload(scores + key), vall(now)));
+        vstore(scores + key, weight);
+        sum = vadd(sum, weight);
     }
     *highest = now;
-    *total = *total * scale + sum8(sum);
+    *total = *total * scale + sum_of(sum);
     return scale;
 }
 
@@ -122,7 +117,7 @@ static float soften(float *scores, long num_seen, long count, float *highest, fl
  * are [num_tokens, Q, D], at the first of the G heads; cache is that of the layer, at the KV head. */
 static void attend(const float *queries, long num_tokens, long position, const int *table, const char *cache, int type,
                    long Q, long H, long G, long B, long D, float *out) {
-    const long ld = (D + 7) & ~7L, num_rows = num_tokens * G, num_keys = position + num_tokens, size = bytes_of(type);
+    const long ld = padded(D), num_rows = num_tokens * G, num_keys = position + num_tokens, size = bytes_of(type);
     float query[MAX_ROWS * ld], sum[MAX_ROWS * ld], keys[KEYS * ld], values[KEYS * ld], scores[MAX_ROWS * KEYS];
     float highest[MAX_ROWS], total[MAX_ROWS];
     memset(query, 0, num_rows * ld * sizeof(float)), memset(sum, 0, num_rows * ld * sizeof(float));

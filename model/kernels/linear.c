@@ -12,6 +12,7 @@ struct linear {
     long ldy;
     int add;
     long piece; /* rows of w */
+    char *packed;
 };
 
 static void linear_piece(const void *job, long p) {
@@ -26,19 +27,23 @@ static void linear_piece(const void *job, long p) {
         for (long m = 0; m < l->M; m++)
             for (long j = 0; j < n; j++) y[m * l->ldy + j] = bias[first + j] + (l->add ? y[m * l->ldy + j] : 0);
     const char *w = l->w[part] + first * l->K * bytes_of(l->type);
-    multiply(l->type, l->x, l->K, l->M, w, n, l->K, y, l->ldy, l->add || bias != NULL);
+    if (is_packed(l->type))
+        multiply_packed(l->packed, l->M, w, n, l->K, y, l->ldy, l->add || bias != NULL);
+    else
+        multiply(l->type, l->x, l->K, l->M, w, n, l->K, y, l->ldy, l->add || bias != NULL);
 }
 
 /* y[M, sum of N] (+)= x[M, K] times the rows of several matrices w[i][N[i], K] side by side, plus bias[i][N[i]] or
- * NULL. */
+ * NULL. work has room for M rows of K floats, M rounded up to TOKENS and K to STEP. */
 void linear(const float *x, long M, long K, int type, int num_parts, const char *const *w, const float *const *bias,
-            const long *N, float *y, int add, int num_threads) {
+            const long *N, char *work, float *y, int add, int num_threads) {
     long num_rows = 0, num_pieces = 0;
     for (int i = 0; i < num_parts; i++) num_rows += N[i];
     num_threads = threads_for(M * num_rows * K, num_threads);
     const long piece = rows_per_piece(type, num_rows, K, num_threads);
     for (int i = 0; i < num_parts; i++) num_pieces += ceil_div(N[i], piece);
-    const struct linear job = {x, M, K, type, num_parts, w, bias, N, y, num_rows, add, piece};
+    const struct linear job = {x, M, K, type, num_parts, w, bias, N, y, num_rows, add, piece, work};
+    if (is_packed(type)) pack_all(x, M, K, work, num_threads);
     in_pieces(linear_piece, &job, num_pieces, num_threads);
 }
 
@@ -55,13 +60,10 @@ static void norm_piece(const void *job, long p) {
     const struct norm *n = job;
     for (long m = p * NORM_ROWS; m < MIN(n->M, (p + 1) * NORM_ROWS); m++) {
         const float *x = n->x + m * n->K;
-        __m256 squares = _mm256_setzero_ps();
+        vector squares = vall(0);
         long k = 0;
-        for (; k + 8 <= n->K; k += 8) {
-            __m256 v = _mm256_loadu_ps(x + k);
-            squares = _mm256_fmadd_ps(v, v, squares);
-        }
-        float sum = sum8(squares);
+        for (; k + WIDTH <= n->K; k += WIDTH) squares = vfma(vload(x + k), vload(x + k), squares);
+        float sum = sum_of(squares);
         for (; k < n->K; k++) sum += x[k] * x[k];
         const float scale = 1 / sqrtf(sum / n->K + n->eps);
         for (k = 0; k < n->K; k++) n->y[m * n->K + k] = x[k] * scale * n->weight[k];

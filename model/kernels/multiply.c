@@ -1,29 +1,36 @@
 #include "kernels.h"
 
+/* The most sums that the registers hold beside what they are computed from. */
+#ifdef __AVX512F__
+enum { MOST_SUMS = 24 };
+#else
+enum { MOST_SUMS = 12 };
+#endif
 enum { MOST_ROWS = 6, K_BLOCK = 768, AHEAD = 32, WORTH_WIDENING = 48 };
 
 /* Makes the compiler keep v in a register where it would rather load (and convert) it again for each use. */
-#define KEEP(v) __asm__("" : "+x"(v))
+#define KEEP(v) __asm__("" : "+v"(v))
 
-/* One vector of K: m x n products of eight. */
-INLINE void step(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, __m256 *sum) {
-    __m256 weights[8];
+/* One vector of K: m x n products of WIDTH. */
+INLINE void step(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, vector *sum) {
+    vector weights[8];
 #pragma GCC unroll 8
     for (int j = 0; j < n; j++) {
-        weights[j] = load8(type, w + j * ldw);
+        weights[j] = load_as(type, w + j * ldw);
         KEEP(weights[j]);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++) {
-        __m256 v = _mm256_loadu_ps(x + i * ldx);
+        vector v = vload(x + i * ldx);
         KEEP(v);
 #pragma GCC unroll 8
-        for (int j = 0; j < n; j++) sum[i * n + j] = _mm256_fmadd_ps(v, weights[j], sum[i * n + j]);
+        for (int j = 0; j < n; j++) sum[i * n + j] = vfma(v, weights[j], sum[i * n + j]);
     }
 }
 
-INLINE __m128 sum4(const __m256 *v) {
-    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+INLINE __m128 sum4(const vector *v) {
+    __m256 a = fold_sum(v[0]), b = fold_sum(v[1]), c = fold_sum(v[2]), d = fold_sum(v[3]);
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 
@@ -32,26 +39,26 @@ INLINE __m128 sum4(const __m256 *v) {
 INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, long K, float *y, long ldy,
                  int add) {
     const long size = bytes_of(type);
-    __m256 sum[12];
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; i++) sum[i] = _mm256_setzero_ps();
+    vector sum[MOST_SUMS];
+#pragma GCC unroll 24
+    for (int i = 0; i < MOST_SUMS; i++) sum[i] = vall(0);
     long k = 0;
     for (; k + AHEAD <= K; k += AHEAD) {
 #pragma GCC unroll 8
         for (int j = 0; j < n; j++) _mm_prefetch(w + (n + j) * ldw + k * size, _MM_HINT_T0);
 #pragma GCC unroll 4
-        for (int i = 0; i < AHEAD; i += 8) step(type, m, n, x + k + i, ldx, w + (k + i) * size, ldw, sum);
+        for (int i = 0; i < AHEAD; i += WIDTH) step(type, m, n, x + k + i, ldx, w + (k + i) * size, ldw, sum);
     }
-    for (; k + 8 <= K; k += 8) step(type, m, n, x + k, ldx, w + k * size, ldw, sum);
+    for (; k + WIDTH <= K; k += WIDTH) step(type, m, n, x + k, ldx, w + k * size, ldw, sum);
     if (k < K) {
-        float last_x[MOST_ROWS * 8] = {0};
-        char last_w[8 * 32] = {0};
-        for (int i = 0; i < m; i++) memcpy(last_x + i * 8, x + i * ldx + k, (K - k) * sizeof(float));
-        for (int j = 0; j < n; j++) memcpy(last_w + j * 32, w + j * ldw + k * size, (K - k) * size);
-        step(type, m, n, last_x, 8, last_w, 32, sum);
+        float last_x[MOST_ROWS * WIDTH] = {0};
+        char last_w[8 * 4 * WIDTH] = {0};
+        for (int i = 0; i < m; i++) memcpy(last_x + i * WIDTH, x + i * ldx + k, (K - k) * sizeof(float));
+        for (int j = 0; j < n; j++) memcpy(last_w + j * 4 * WIDTH, w + j * ldw + k * size, (K - k) * size);
+        step(type, m, n, last_x, WIDTH, last_w, 4 * WIDTH, sum);
     }
-    float product[12];
-#pragma GCC unroll 3
+    float product[MOST_SUMS];
+#pragma GCC unroll 6
     for (int i = 0; i < m * n; i += 4) _mm_storeu_ps(product + i, sum4(sum + i));
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
@@ -59,7 +66,7 @@ INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w
         for (int j = 0; j < n; j++) y[i * ldy + j] = add ? y[i * ldy + j] + product[i * n + j] : product[i * n + j];
 }
 
-/* m rows of x times all N rows of w, n at a time: m * n sums, n weights and one x fit the 16 registers. */
+/* m rows of x times all N rows of w, n at a time: m * n sums, n weights and one x fit the 16 (or 32) registers. */
 typedef void rows_of_x(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy, int add);
 #define ROWS(type, m, n)                                                                                       \
     static void rows_##type##_##m(const float *x, long ldx, const char *w, long N, long ldw, long K, float *y, \
@@ -68,8 +75,13 @@ typedef void rows_of_x(const float *x, long ldx, const char *w, long N, long ldw
         for (; j + n <= N; j += n) tile(type, m, n, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);             \
         for (; j < N; j++) tile(type, m, 1, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                     \
     }
+#ifdef __AVX512F__
+#define ALL_ROWS(type, n4) \
+    ROWS(type, 1, 8) ROWS(type, 2, 8) ROWS(type, 3, 8) ROWS(type, 4, 6) ROWS(type, 5, 4) ROWS(type, 6, 4)
+#else
 #define ALL_ROWS(type, n4) \
     ROWS(type, 1, 4) ROWS(type, 2, 4) ROWS(type, 3, 3) ROWS(type, 4, n4) ROWS(type, 5, 2) ROWS(type, 6, 2)
+#endif
 #define NAMES(type) \
     { rows_##type##_1, rows_##type##_2, rows_##type##_3, rows_##type##_4, rows_##type##_5, rows_##type##_6 }
 ALL_ROWS(F32, 3)
@@ -77,10 +89,10 @@ ALL_ROWS(BF16, 2)
 ALL_ROWS(F16, 2)
 static rows_of_x *const rows[3][MOST_ROWS] = {NAMES(F32), NAMES(BF16), NAMES(F16)};
 
-/* The fastest tiles are 4 x 3, and 6 x 2 where weights have to be widened. */
+/* The fastest tiles are the largest; of those with AVX2 4 x 3, and 6 x 2 where weights have to be widened. */
 static void all_rows(int type, const float *x, long ldx, long M, const char *w, long N, long ldw, long K, float *y,
                      long ldy, int add) {
-    const long num_tiles = ceil_div(M, type == F32 ? 4 : MOST_ROWS);
+    const long num_tiles = ceil_div(M, type == F32 && WIDTH == 8 ? 4 : MOST_ROWS);
     for (long i = 0, first = 0, next; i < num_tiles; i++, first = next) {
         next = M * (i + 1) / num_tiles;
         rows[type][next - first - 1](x + first * ldx, ldx, w, N, ldw, K, y + first * ldy, ldy, add);

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.attention import HeadNorms
 from model.config import ModelConfig
-from model.kernels.library import load
+from model.kernels.library import Build, load, load_fastest
 from model.kv_cache import PagedKVCache
 from model.moe import Expert
 from model.step_input import StepInput
@@ -22,10 +22,11 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 256
 MAX_GROUP = 48
 TOKENS_AT_ONCE = 512  # through the feed-forward net: bounds its scratch memory
+GROUP, STEP = 16, 32  # what packed tokens and their inputs are rounded up to
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 SIGNATURES = {
-    "linear": (_P, _L, _L, _I, _I, _P, _P, _P, _P, _I, _I),
+    "linear": (_P, _L, _L, _I, _I, _P, _P, _P, _P, _P, _I, _I),
     "rms_norm": (_P, _P, _F, _L, _L, _P, _I),
     "feed_forward": (_P, _L, _L, _L, _I, _P, _P, _P, _P, _P, _I),
     "mixture": (_P, _L, _L, _L, _L, _L, _I, _P, _P, _P, _P, _P, _P, _P, _I),
@@ -34,12 +35,22 @@ SIGNATURES = {
 }
 
 
-def library() -> ctypes.CDLL:
-    kernels = load()
+def library(build: Build | None = None) -> tuple[Build, ctypes.CDLL]:
+    """The kernels of one build, else of the fastest that can run here; KernelsUnavailable if there are none."""
+    build, kernels = load_fastest() if build is None else (build, load(build))
     for name, arguments in SIGNATURES.items():
         function = getattr(kernels, name)
         function.argtypes, function.restype = arguments, None
-    return kernels
+    return build, kernels
+
+
+def _room(num_rows: int, *num_inputs: int) -> int:
+    """Floats that so many rows take at most once they are packed."""
+    return _rounded(num_rows, GROUP) * sum(_rounded(size, STEP) for size in num_inputs)
+
+
+def _rounded(size: int, unit: int) -> int:
+    return (size + unit - 1) // unit * unit
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
@@ -64,8 +75,9 @@ class KernelLinear:
         num_tokens, num_inputs = x.shape
         y = x.new_empty(num_tokens, self._num_outputs) if add_to is None else add_to
         parts = len(self._sizes), self._weights, self._biases, self._sizes
-        add = add_to is not None
-        self._call(x.data_ptr(), num_tokens, num_inputs, self._type, *parts, y.data_ptr(), add, torch.get_num_threads())
+        work = x.new_empty(_room(num_tokens, num_inputs))
+        end = work.data_ptr(), y.data_ptr(), add_to is not None, torch.get_num_threads()
+        self._call(x.data_ptr(), num_tokens, num_inputs, self._type, *parts, *end)
         return y
 
 
@@ -91,9 +103,10 @@ class KernelFeedForward:
         self._sizes = expert.gate.shape[1], expert.gate.shape[0], TYPES[expert.gate.dtype]  # K, I
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
-        scratch = x.new_empty(2 * min(len(x), TOKENS_AT_ONCE) * self._sizes[1])
+        num_inputs, num_inner, _ = self._sizes
+        work = x.new_empty(_room(min(len(x), TOKENS_AT_ONCE), num_inputs, num_inner, num_inner))
         for piece, target in zip(x.split(TOKENS_AT_ONCE), add_to.split(TOKENS_AT_ONCE), strict=True):
-            end = scratch.data_ptr(), target.data_ptr(), torch.get_num_threads()
+            end = work.data_ptr(), target.data_ptr(), torch.get_num_threads()
             self._call(piece.data_ptr(), len(piece), *self._sizes, *self._matrices, *end)
         return None
 
@@ -113,8 +126,11 @@ class KernelMoE:
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
         num_inputs, num_inner, num_experts, per_token, _ = self._sizes
-        row = per_token * (2 * num_inputs + 2 * num_inner + 3) + num_experts
-        work = x.new_empty(min(len(x), TOKENS_AT_ONCE) * row)
+        num_tokens = min(len(x), TOKENS_AT_ONCE)
+        num_pairs = num_tokens * per_token
+        num_rows = num_pairs + min(num_pairs, num_experts) * (GROUP - 1)
+        room = _room(num_rows, num_inputs, num_inner, num_inner)
+        work = x.new_empty(num_pairs * (num_inputs + 4) + num_tokens * num_experts + 16 + room)
         pieces = tuple(zip(x.split(TOKENS_AT_ONCE), add_to.split(TOKENS_AT_ONCE), strict=True))
         load = torch.empty((len(pieces), num_experts), dtype=torch.int64)
         for (piece, target), counts in zip(pieces, load, strict=True):

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from model.attention import ROWS_AT_ONCE, AttentionBackend, HeadNorms, TorchAttention
 from model.config import ModelConfig, RopeConfig
+from model.kernels.library import builds
 from model.kernels.parts import KernelAttention, library
 from model.kv_cache import PagedKVCache
 from model.kv_layout import KVLayout
 from model.runner import Chunk
 from model.step_input import StepInput
 
-BACKENDS = ["torch", "avx2"]
+BUILDS = {build.name: build for build in builds()}
+BACKENDS = ["torch", *BUILDS]
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Case:
         norms = [None, self.head_norms]
         if self.backend == "torch":
             return TorchAttention(config, self.cache, norms)
-        return KernelAttention(library(), config, self.cache, norms)
+        return KernelAttention(library(BUILDS[self.backend])[1], config, self.cache, norms)
 
     def run(self, parts: list[tuple[Tensor, int, list[int]]]) -> list[Tensor]:
         """Each part is qkv [T, Q + 2 H, D] of a chunk, its start and the blocks of its sequence."""

@@ -15,14 +15,14 @@ from tests.model.tiny_models import FAMILIES, build
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kernels", ["torch", "avx2"])
+@pytest.mark.parametrize("kernels", ["torch", "c"])
 def test_parity(check: Callable[[Model], None], family: str, kernels: str, tmp_path: Path) -> None:
     reference = build(family, tmp_path)
     check(Model(reference, TorchRunner.load(tmp_path, num_blocks=128, block_size=BLOCK_SIZE, kernels=kernels)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
-@pytest.mark.parametrize("kernels", ["torch", "avx2", "mixed"])
+@pytest.mark.parametrize("kernels", ["torch", "c", "mixed"])
 def test_bfloat16(family: str, kernels: str, tmp_path: Path) -> None:
     reference = build(family, tmp_path, torch.bfloat16)
     runner = TorchRunner.load(tmp_path, num_blocks=128, block_size=BLOCK_SIZE, kernels=kernels)
@@ -34,7 +34,7 @@ def test_kernels_give_the_same_bits_however_tokens_are_batched(family: str, tmp_
     """What disaggregation rests on: chunks, batches and other sequences do not change a token's logits at all."""
     model = Model(
         build(family, tmp_path, torch.bfloat16),
-        TorchRunner.load(tmp_path, num_blocks=256, block_size=BLOCK_SIZE, kernels="avx2"),
+        TorchRunner.load(tmp_path, num_blocks=256, block_size=BLOCK_SIZE, kernels="c"),
     )
     prompt, other = tokens(150), tokens(90, seed=2)
     whole = model.logits(model.chunk(prompt, 0, 150, model.take_blocks(150)))[0]

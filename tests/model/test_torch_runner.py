@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model import backend
-from model.kernels.library import KernelsUnavailable
+from model.kernels.library import KernelsUnavailable, builds
 from model.kv_cache import CacheDoesNotFit, num_blocks_that_fit
 from model.kv_layout import KVLayout
 from model.runner import Chunk, ModelRunner, NonFiniteLogits, SampledToken
@@ -48,7 +48,7 @@ def test_greedy_decode_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 def test_runner_tells_about_itself(mixtral: Path) -> None:
-    runner: ModelRunner = TorchRunner.load(mixtral, num_blocks=40, kernels="avx2")
+    runner: ModelRunner = TorchRunner.load(mixtral, num_blocks=40, kernels="c")
     layout = runner.layout
     assert (layout.dtype, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) == (
         "float32",
@@ -57,7 +57,7 @@ def test_runner_tells_about_itself(mixtral: Path) -> None:
         8,
         16,
     )
-    assert (runner.num_blocks, runner.kernels, runner.cache_device_id) == (40, "avx2", -1)
+    assert (runner.num_blocks, runner.kernels, runner.cache_device_id) == (40, builds()[0].name, -1)
     assert runner.cache_address % 4096 == 0
 
 
@@ -84,7 +84,7 @@ def test_tokens_come_in_the_order_of_chunks(mixtral: Path) -> None:
 
 
 def test_expert_load_counts_every_token_of_every_layer_but_the_silent_ones_of_the_last(mixtral: Path) -> None:
-    for kernels in ("torch", "avx2"):
+    for kernels in ("torch", "c"):
         runner = TorchRunner.load(mixtral, num_blocks=40, kernels=kernels)
         prompt = [5, 6, 7, 8, 9]
         load = runner.execute([Chunk(prompt, 0, [0], GREEDY, prompt, 5), Chunk([1, 2], 0, [1])]).expert_load
@@ -101,7 +101,7 @@ def test_dense_model_has_no_expert_load(tmp_path: Path) -> None:
     assert runner.execute([Chunk([1], 0, [0], GREEDY, [1], 1)]).expert_load == ()
 
 
-@pytest.mark.parametrize("kernels", ["torch", "avx2"])
+@pytest.mark.parametrize("kernels", ["torch", "c"])
 def test_a_sequence_whose_cache_is_damaged_has_no_token_and_its_neighbours_have_theirs(
     mixtral: Path, kernels: str
 ) -> None:
@@ -151,7 +151,7 @@ def test_cache_size_is_given_once(mixtral: Path) -> None:
 def test_plain_torch_is_said_and_logged(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unavailable() -> None:
+    def unavailable(build: object) -> None:
         raise KernelsUnavailable("this CPU lacks avx2")
 
     monkeypatch.setattr(backend, "library", unavailable)
@@ -161,13 +161,13 @@ def test_plain_torch_is_said_and_logged(
         "computing with plain torch, which is several times slower: this CPU lacks avx2"
     ]
     with pytest.raises(KernelsUnavailable):
-        TorchRunner.load(mixtral, num_blocks=16, kernels="avx2")
+        TorchRunner.load(mixtral, num_blocks=16, kernels="c")
 
 
 def test_bfloat16_instructions_choose_the_mixed_kernels(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    assert TorchRunner.load(mixtral, num_blocks=16, dtype="bfloat16").kernels.startswith("avx2, oneDNN bf16")
-    assert TorchRunner.load(mixtral, num_blocks=16).kernels == "avx2"
+    assert TorchRunner.load(mixtral, num_blocks=16, dtype="bfloat16").kernels.endswith(", oneDNN bf16 for many tokens")
+    assert TorchRunner.load(mixtral, num_blocks=16).kernels == builds()[0].name
 
 
 def test_one_fingerprint_per_model(mixtral: Path, tmp_path: Path) -> None:
