@@ -6,12 +6,12 @@ can be registered for transfers, and takes memory only as blocks are first writt
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from model.huge_pages import allocate
 from model.kv_layout import KVLayout
 
 GIB = 1 << 30
@@ -84,9 +84,7 @@ def _allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.frombuffer(allocate(num_blocks * layout.block_bytes), dtype=dtype).view(shape)
 
 
 def _gib(num_bytes: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from model import huge_pages
 from model.backend import choose_backend
 from model.checkpoint import map_weights, model_digest
 from model.config import DTYPES, ModelConfig
@@ -25,6 +26,8 @@ from model.step_input import StepInput
 from model.transformer import Transformer
 
 logger = logging.getLogger(__name__)
+
+_COPIED_SHARE = 0.2  # of the memory that is available: the copies of several processes have to fit
 
 
 class TorchRunner:
@@ -56,6 +59,9 @@ class TorchRunner:
         `kv_cache_share` of the memory that the weights leave. It has to hold a sequence of `max_context_tokens`
         (None: of the model's whole context).
 
+        On a CPU the weights are copied into huge pages if they take little of the memory; else they are read where the
+        page cache has them, which processes share.
+
         `dtype` is that of the computation; "auto" is the checkpoint's. The C kernels always compute in float32, on
         the weights as they are stored. `kv_dtype` is "auto" for `dtype`. `num_threads` is torch's, for this process.
 
@@ -84,6 +90,8 @@ class TorchRunner:
         check_memory(layout, num_blocks, max_context_tokens or config.max_position_embeddings, free_bytes)
         cache = PagedKVCache(layout, num_blocks, torch.device(device))
         weights = {name: backend.place(tensor) for name, tensor in weights.items()}
+        if device == "cpu" and weight_bytes < available_bytes(torch.device(device)) * _COPIED_SHARE:
+            weights = huge_pages.copied(weights)
         return cls(config, Transformer(config, weights, backend, cache), cache, backend.name)
 
     @property
