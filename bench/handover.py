@@ -34,7 +34,7 @@ from model.block_pool import BlockPool, hash_blocks
 from model.cache_folder import default_cache
 from model.demo_models import DENSE, build
 from model.kv_layout import KVLayout
-from model.runner import Chunk, LayerDone, NonFiniteLogits
+from model.runner import Chunk, LayerDone, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
 
@@ -121,7 +121,7 @@ class PrefillSide:
         token = output.sampled[0]
         if isinstance(token, NonFiniteLogits):
             raise token
-        return 0 if token is None else token.token_id
+        return token.token_id if isinstance(token, SampledToken) else 0
 
     def _hook(self, outgoing: Outgoing, blocks: list[int], start: int, end: int, num_tokens: int) -> LayerDone:
         block_size = self._runner.layout.block_size

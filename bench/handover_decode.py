@@ -20,6 +20,7 @@ from model.block_pool import BlockPool
 from model.config import ModelConfig
 from model.kv_cache import PagedKVCache
 from model.kv_layout import KVLayout
+from model.runner import NoDrafting
 from model.tokenizer import Tokenizer
 from protos import decode_pb2_grpc
 from protos.serve import GrpcServer
@@ -38,6 +39,7 @@ async def serve(folder: Path, layout: KVLayout, num_blocks: int) -> None:
         description=description,
         tokenizer=Tokenizer.load(folder),
         vocab_size=ModelConfig.from_folder(folder).vocab_size,
+        states=NoDrafting(),
         max_running=1,
         lease_s=LEASE_S,
         wake=lambda: None,

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Histogram
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from decode.coverage import ExpertCoverage
+from decode.draft_meter import DraftMeter
+from model.sampling_params import MAX_DRAFT_TOKENS
 from protos.inference_pb2 import DecodeStats
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
+_EXPERTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 
 REQUESTS = Counter("pdserve_decode_requests", "Streams opened.")
 OUTPUT_TOKENS = Counter("pdserve_decode_output_tokens", "Tokens streamed, the prefill worker's first not among them.")
 TOKENS = Counter("pdserve_decode_tokens", "Tokens by where their KV came from.", ["source"])
 PREEMPTIONS = Counter("pdserve_decode_preemptions", "Times a sequence dropped its KV for want of blocks.")
 STAGE_SECONDS = Histogram("pdserve_decode_stage_seconds", "Seconds per stage.", ["stage"], buckets=_SECONDS)
+
+DECISIONS = Counter("pdserve_draft_decisions", "Steps by why so many tokens were drafted in them.", ["reason"])
+EXPERTS = Histogram(
+    "pdserve_draft_verify_experts", "Distinct experts per layer of a step that verifies drafts.", buckets=_EXPERTS
+)
+TOKENS_PER_STEP = Gauge("pdserve_draft_tokens_per_step", "Tokens a sequence emits in a step that drafts.", ["source"])
+COST = Gauge("pdserve_draft_cost_ratio", "What drafting one token costs, in plain steps.", ["source"])
+VERIFY_COST = Gauge("pdserve_draft_verify_cost_ratio", "What a step that verifies costs, in plain steps.", ["source"])
+SPEEDUP = Gauge("pdserve_draft_speedup_ratio", "Of steps that draft, against the forecast plain step.", ["source"])
+STEP_EXPERTS = Gauge("pdserve_draft_experts", "Distinct experts per layer of a step that drafts.", ["source"])
+ACCEPTANCE = Gauge(
+    "pdserve_draft_acceptance_ratio", "Expected chance of a draft, if those before it stand.", ["position"]
+)
+BETA = Gauge("pdserve_draft_coverage_beta", "0: drafts wake no further experts; 1: as many as independent tokens.")
 
 
 def observe(stats: DecodeStats) -> None:
@@ -24,3 +49,77 @@ def observe(stats: DecodeStats) -> None:
     PREEMPTIONS.inc(stats.num_preemptions)
     STAGE_SECONDS.labels("wait").observe(stats.wait_s)
     STAGE_SECONDS.labels("decode").observe(stats.decode_s)
+
+
+class DraftCounts(Collector):
+    """Lengths of drafts, chosen, drafted and accepted, as plain tallies: a label look-up for each draft is dear.
+
+    `judged` are those whose predecessors all stand: accepted / judged of a position is its acceptance.
+    """
+
+    def __init__(self) -> None:
+        self._chosen, self._drafted, self._judged, self._accepted = ([0] * (MAX_DRAFT_TOKENS + 1) for _ in range(4))
+        self._num_emitted = 0
+
+    def chosen(self, num_draft_tokens: Sequence[int]) -> None:
+        """By sequence of a step."""
+        for length in num_draft_tokens:
+            self._chosen[length] += 1
+
+    def verified(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        """Of one sequence in one step. Fewer may be emitted than stand, where the answer ends."""
+        self._drafted[num_drafted] += 1
+        self._judged[min(num_accepted + 1, num_drafted)] += 1
+        self._accepted[num_accepted] += 1
+        self._num_emitted += num_emitted
+
+    def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
+        yield self._lengths()
+        drafted = CounterMetricFamily(
+            "pdserve_draft_drafted_tokens", "Tokens guessed, by place in the draft.", labels=["position"]
+        )
+        judged = CounterMetricFamily(
+            "pdserve_draft_judged_tokens", "Of those, the ones behind guesses that all stand.", labels=["position"]
+        )
+        accepted = CounterMetricFamily(
+            "pdserve_draft_accepted_tokens", "Of those, the ones that stand.", labels=["position"]
+        )
+        longest = max((length for length, count in enumerate(self._drafted) if count), default=0)
+        for family, tally in ((drafted, self._drafted), (judged, self._judged), (accepted, self._accepted)):
+            for position in range(1, longest + 1):
+                family.add_metric([str(position)], sum(tally[position:]))
+            yield family
+        yield CounterMetricFamily(
+            "pdserve_draft_emitted_tokens", "Tokens emitted by steps that verified drafts.", value=self._num_emitted
+        )
+
+    def _lengths(self) -> HistogramMetricFamily:
+        cumulated = list(itertools.accumulate(self._chosen))
+        buckets = [(str(float(bound)), float(cumulated[bound])) for bound in _LENGTHS]
+        return HistogramMetricFamily(
+            "pdserve_draft_length",
+            "Drafts chosen for a sequence in a step.",
+            buckets=[*buckets, ("+Inf", float(cumulated[-1]))],
+            sum_value=sum(length * count for length, count in enumerate(self._chosen)),
+        )
+
+
+DRAFTS = DraftCounts()
+REGISTRY.register(DRAFTS)
+
+
+def watch_drafting(
+    meter: DraftMeter, acceptance: Callable[[int], float], longest_draft: int, coverage: ExpertCoverage | None
+) -> None:
+    """Read when scraped; `acceptance` by position, from 0. A model without experts has no `coverage`."""
+    for source, sums in (("forecast", meter.forecast), ("measured", meter.measured)):
+        TOKENS_PER_STEP.labels(source).set_function(partial(meter.tokens_per_step, sums))
+        COST.labels(source).set_function(partial(meter.draft_cost, sums))
+        VERIFY_COST.labels(source).set_function(partial(meter.verify_cost, sums))
+        SPEEDUP.labels(source).set_function(partial(meter.speedup, sums))
+        if coverage is not None:
+            STEP_EXPERTS.labels(source).set_function(partial(meter.experts_per_step, sums))
+    for position in range(longest_draft):
+        ACCEPTANCE.labels(str(position + 1)).set_function(partial(acceptance, position))
+    if coverage is not None:
+        BETA.set_function(partial(getattr, coverage, "beta"))

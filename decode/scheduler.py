@@ -11,47 +11,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
-from decode.outbox import Outbox
+from decode import metrics
+from decode.decoding import DecodeSequence
+from decode.draft_planner import DraftPlanner, NoDrafts
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
-from model.runner import NonFiniteLogits, Outcome, StepOutput
-from model.sequence import Sequence
-
-
-@dataclass(slots=True, eq=False)
-class DecodeSequence:
-    """A sequence that decodes here, where its tokens go, and what became of it so far.
-
-    `num_received_tokens` and `num_cached_tokens` are set by whoever took the hand-over in; the scheduler counts the
-    rest.
-    """
-
-    sequence: Sequence
-    outbox: Outbox
-    num_received_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_preemptions: int = 0
-    num_steps: int = 0
-    prefill_until: int = 0  # tokens whose KV is computed here before decoding goes on
-    added_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None  # of its first step
-    ended_at: float | None = None
-
-    @property
-    def holds_blocks(self) -> bool:
-        return bool(self.sequence.block_ids)
+from model.runner import NonFiniteLogits, Outcome, SampledToken, StepOutput, VerifiedDraft
 
 
 class DecodeScheduler:
     """Implements `model.engine.Scheduler`. Event loop only."""
 
-    def __init__(self, pool: BlockPool, *, max_running: int) -> None:
+    def __init__(self, pool: BlockPool, *, max_running: int, planner: DraftPlanner | None = None) -> None:
         self._pool = pool
         self._max_running = max_running
+        self._planner = planner or NoDrafts()
         self._waiting: deque[DecodeSequence] = deque()  # preempted ones first
         self._running: list[DecodeSequence] = []  # oldest first
         self._in_step: dict[DecodeSequence, int] = {}  # to the number of tokens it runs
@@ -90,19 +65,43 @@ class DecodeScheduler:
         for decoding in [d for d in self._running if d.sequence.num_uncomputed_tokens == 1]:
             if len(self._in_step) < num_tokens and decoding in self._running and self._hold_next_block(decoding):
                 self._in_step[decoding] = 1
-        budget = num_tokens - len(self._in_step)
+        drafts = self._plan_drafts(num_tokens)
+        budget = num_tokens - len(self._in_step) - sum(drafts.values())
         for decoding in [d for d in self._running if d.sequence.num_uncomputed_tokens > 1]:
             if budget > 0:
                 self._in_step[decoding] = min(budget, decoding.sequence.num_uncomputed_tokens)
                 budget -= self._in_step[decoding]
         for decoding in self._in_step:
             decoding.started_at = decoding.started_at or time.monotonic()
-        return [ScheduledChunk(d.sequence.next_chunk(count)) for d, count in self._in_step.items()]
+        return [
+            ScheduledChunk(decoding.sequence.next_chunk(count, drafts.get(decoding, 0)))
+            for decoding, count in self._in_step.items()
+        ]
+
+    def _plan_drafts(self, num_tokens: int) -> dict[DecodeSequence, int]:
+        """Blocks for drafts are taken only where they are free: nobody is preempted for a guess.
+
+        Nor is a prompt kept waiting for guesses: half of what the step has left is for those computed here.
+        """
+        decoding = list(self._in_step)
+        if any(each.sequence.num_uncomputed_tokens > 1 for each in self._running):
+            num_tokens -= (num_tokens - len(decoding)) // 2
+        planned = dict(zip(decoding, self._planner.plan(decoding, num_tokens), strict=True))
+        for each, count in planned.items():
+            if count and each.sequence.num_blocks_for(each.sequence.num_tokens + count) > self._pool.num_free:
+                planned[each] = 0
+                self._planner.withdraw(each)
+            elif count:
+                each.sequence.grow(self._pool, each.sequence.num_tokens + count)
+        return planned
 
     def complete(self, sampled: Items[Outcome], output: StepOutput) -> None:
         ran, self._in_step = self._in_step, {}
+        was_mixed = len(output.sampled) > len(ran) or any(count > 1 for count in ran.values())
+        self._planner.learn(list(zip(ran, sampled, strict=True)), output, was_mixed=was_mixed)
         for (decoding, num_tokens), outcome in zip(ran.items(), sampled, strict=True):
             if decoding.ended_at is not None:
+                self._planner.forget(decoding)  # it has just learnt of this step, in which the sequence ended
                 decoding.sequence.drop_blocks(self._pool)
             else:
                 self._advance(decoding, num_tokens, outcome)
@@ -155,6 +154,8 @@ class DecodeScheduler:
                 decoding.sequence.grow(self._pool, decoding.sequence.num_tokens)
                 return True
             except NoFreeBlocks:
+                if sum(each.sequence.trim(self._pool) for each in self._running):
+                    continue  # nobody is preempted for what others guessed in vain
                 victim = self._newest_holder()
                 self._preempt(victim)
                 if victim is decoding:
@@ -178,17 +179,31 @@ class DecodeScheduler:
         decoding.num_steps += 1
         self._count_prefill(decoding, num_tokens)
         sequence.num_computed_tokens += num_tokens
+        if isinstance(outcome, VerifiedDraft):
+            num_kept = self._emit(decoding, outcome.tokens)
+            sequence.num_computed_tokens += num_kept - 1  # the KV of the drafts that stand is that of the sequence
+            metrics.DRAFTS.verified(outcome.num_drafted, len(outcome.tokens) - 1, num_kept)
+            decoding.num_drafted_tokens += outcome.num_drafted
+            decoding.num_accepted_tokens += min(num_kept, len(outcome.tokens) - 1)
+        elif isinstance(outcome, SampledToken):
+            self._emit(decoding, (outcome,))
         sequence.publish(self._pool)
         if isinstance(outcome, NonFiniteLogits):
             self._pool.withdraw(sequence.block_ids)  # nobody else is to start from them
             self._end(decoding)
             decoding.outbox.close(outcome)
-        elif outcome is not None:
-            sequence.append(outcome.token_id)
-            decoding.outbox.put(outcome)
-        if sequence.finish_reason is not None:
+        elif sequence.finish_reason is not None:
             self._end(decoding)
             decoding.outbox.close()
+
+    def _emit(self, decoding: DecodeSequence, tokens: Items[SampledToken]) -> int:
+        """Up to the one that ends the sequence. Returns how many."""
+        for count, token in enumerate(tokens, start=1):
+            decoding.sequence.append(token.token_id)
+            decoding.outbox.put(token)
+            if decoding.sequence.finish_reason is not None:
+                return count
+        return len(tokens)
 
     def _count_prefill(self, decoding: DecodeSequence, num_tokens: int) -> None:
         start = decoding.sequence.num_computed_tokens
@@ -200,6 +215,7 @@ class DecodeScheduler:
 
     def _end(self, decoding: DecodeSequence) -> None:
         decoding.ended_at = time.monotonic()
+        self._planner.forget(decoding)
         if decoding in self._running:
             self._running.remove(decoding)
         elif decoding in self._waiting:

@@ -9,14 +9,17 @@ from contextlib import aclosing
 
 from decode import metrics
 from decode.arrivals import Arrivals
+from decode.decoding import DecodeSequence
+from decode.draft_planner import DraftPlanner
 from decode.outbox import Outbox
-from decode.scheduler import DecodeScheduler, DecodeSequence
+from decode.scheduler import DecodeScheduler
 from kvtransfer import messages
 from kvtransfer.errors import LayoutMismatch
 from kvtransfer.receiver import Receiver, ReceiverOptions
 from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, tokens_message
 from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
+from model.runner import DraftingStates
 from model.sequence import Sequence
 from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
@@ -32,17 +35,20 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         description: PeerDescription,
         tokenizer: Tokenizer,
         vocab_size: int,
+        states: DraftingStates,
         max_running: int,
         lease_s: float,
         wake: Callable[[], None],
+        planner: DraftPlanner | None = None,
     ) -> None:
         self._pool = pool
         self._layout = description.layout
         self._description = description
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._states = states
         self._wake = wake
-        self.scheduler = DecodeScheduler(pool, max_running=max_running)
+        self.scheduler = DecodeScheduler(pool, max_running=max_running, planner=planner)
         self._arrivals = Arrivals(unclaimed_s=lease_s, drop=lambda received: pool.release(received.block_ids))
         self.receiver = Receiver(
             pool,
@@ -132,6 +138,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 f"{sequence.num_tokens}",
                 field="token_ids",
             )
+        try:
+            self._states.restore_drafting(sequence.drafting, received.num_tokens, received.drafting)
+        except Exception as error:
+            self._pool.release(received.block_ids)
+            if not isinstance(error, ValueError):
+                raise
+            raise FailedPrecondition(f"the prefill worker's drafting state: {error}", field="drafting") from error
         sequence.adopt(list(received.block_ids), received.num_tokens)
         sequence.append(received.first_token_id)
         decoding.num_received_tokens = received.num_received_tokens
@@ -173,4 +186,6 @@ def _stats(decoding: DecodeSequence) -> inference_pb2.DecodeStats:
         wait_s=started_at - decoding.added_at,
         decode_s=ended_at - started_at,
         num_steps=decoding.num_steps,
+        drafted_tokens=decoding.num_drafted_tokens,
+        accepted_tokens=decoding.num_accepted_tokens,
     )

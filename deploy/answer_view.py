@@ -78,7 +78,7 @@ def summary_lines(usage: Usage, timeline: Timeline) -> list[str]:
     for place, sources in (("prefill", prefill), ("decode", decode)):
         if any(sources.values()):
             lines.append(f"{place:<8} {_tokens(sum(sources.values()), sources)}")
-    lines.append(f"answer   {_tokens(usage.output_tokens, {})}")
+    lines.append(f"answer   {_tokens(usage.output_tokens, {})}{_drafts(usage)}")
     if usage.num_retries or usage.num_resumes:
         lines.append(
             f"failures {usage.num_retries} placed again before the first token, {usage.num_resumes} resumed after it"
@@ -88,6 +88,14 @@ def summary_lines(usage: Usage, timeline: Timeline) -> list[str]:
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 or seconds == 0 else f"{seconds * 1000:.1f} ms"
+
+
+def _drafts(usage: Usage) -> str:
+    """What guessing ahead brought; nothing where there was none."""
+    if not usage.drafted_tokens:
+        return ""
+    steps = f"{usage.num_steps} step{'s' * (usage.num_steps != 1)}"
+    return f" in {steps}, {usage.accepted_tokens} of {usage.drafted_tokens} guesses right"
 
 
 def _tokens(total: int, sources: dict[str, int]) -> str:

@@ -163,7 +163,7 @@ def generate(prompt: str, **settings: Any) -> None:
 def chat(prompt: str | None, **settings: Any) -> None:
     """Talk to the model, or ask it PROMPT once. Input that is no terminal's is read line by line, a prompt each.
 
-    Unless told otherwise with temperature 0.2, top-p 0.9 and at most 400 tokens an answer.
+    Unless told otherwise greedily, with a repetition penalty of 1.05 and at most 400 tokens an answer.
     """
     from deploy.conversation import CHAT_SAMPLING, Conversation, talk
 

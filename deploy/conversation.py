@@ -17,7 +17,7 @@ from protos.values import ChatMessage, Sampling
 
 FORGET, LEAVE, PROMPT = "/new", "/exit", "> "
 WELCOME = f"Ctrl-C stops an answer, {FORGET} forgets what was said, {LEAVE} or Ctrl-D ends."
-CHAT_SAMPLING = Sampling(temperature=0.2, top_p=0.9, max_tokens=400)  # a talk, not a sample of all that could be said
+CHAT_SAMPLING = Sampling(temperature=0.0, repetition_penalty=1.05, max_tokens=400)  # small models wander, and loop
 
 
 @dataclass(frozen=True, slots=True)

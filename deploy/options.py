@@ -15,6 +15,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RUNNERS = ("torch", "timed")
 ROLES = ("prefill", "decode", "both")
+DRAFTERS = ("auto", "none", "ngram", "eagle", "medusa", "model")
+VERIFICATIONS = ("block", "token", "coupled")
+DRAFT_LENGTHS = ("adaptive", "fixed")
 PORT, COUNT = click.IntRange(0, 65535), click.IntRange(0)
 DEFAULT_ROUTER = "127.0.0.1:8500"
 
@@ -71,6 +74,16 @@ def _host_and_port(context: click.Context, parameter: click.Parameter, value: st
     if not host or not port.isdecimal() or "/" in host:
         raise click.BadParameter(f"{value!r} is not of the form HOST:PORT")
     return value
+
+
+def _speculation(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """`off` or a number of tokens, as max_draft_tokens: 0 is off."""
+    if value is None or value == "off":
+        return None if value is None else 0
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither off nor a number of tokens") from None
 
 
 router_option = click.option(
@@ -133,6 +146,26 @@ worker_options = group_of(
     worker_setting("--max-step-tokens", type=int, default=512, help="Tokens computed in one step, at most."),
     worker_setting("--max-running", type=int, default=64, help="Sequences that decode at once, at most."),
     worker_setting("--lease-s", type=float, default=5.0, help="How long a hand-over may go without a sign of life."),
+    worker_setting(
+        "--drafter",
+        type=click.Choice(DRAFTERS),
+        default="auto",
+        help="Who guesses tokens ahead. auto: the EAGLE head that comes with the model, or else prompt look-up.",
+    ),
+    worker_setting("--draft-model", help="For --drafter model: which. For eagle and medusa: the folder of the head."),
+    worker_setting(
+        "--verification",
+        type=click.Choice(VERIFICATIONS),
+        default="block",
+        help="How guesses are judged when sampling. coupled: the same text as without guesses; block is faster.",
+    ),
+    worker_setting("--max-draft-tokens", type=int, default=7, help="Tokens guessed ahead in one step, at most."),
+    worker_setting(
+        "--draft-length",
+        type=click.Choice(DRAFT_LENGTHS),
+        default="adaptive",
+        help="adaptive: guess as many as is fastest, or none. fixed: always --max-draft-tokens, for measurements.",
+    ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )
 drain_option = setting("--drain-s", type=float, default=30.0, help="How long what runs may go on after SIGTERM.")
@@ -153,6 +186,13 @@ sampling_options = group_of(
     click.option("--min-tokens", type=int, help="Length of the answer, at least."),
     click.option(
         "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Ends the answer; may be repeated."
+    ),
+    click.option(
+        "--speculation",
+        "max_draft_tokens",
+        metavar="off|N",
+        callback=_speculation,
+        help="Tokens guessed ahead in one step, at most.  [default: what is fastest]",
     ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's own end tokens."),
 )

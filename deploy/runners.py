@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from deploy.drafting import choose_drafter
 from deploy.worker_config import WorkerConfig
 from model.checkpoint import model_digest
 from model.config import ModelConfig
 from model.kv_layout import KVLayout
-from model.runner import Chunk, ModelRunner
+from model.runner import Chunk, DraftingState, ModelRunner
 from model.sampling_params import SamplingParams
 
 _GIB = 1 << 30
 _CPU_SHARE = 1 / 8  # of the memory that is free; other workers start on the same machine at the same time
 _CUDA_SHARE = 0.8  # of what the weights leave; a step needs memory too
+_WARM_UP_DRAFTS = 2  # the second token of a draft goes ways of its own
 
 
 def load_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
@@ -31,24 +33,31 @@ def max_context_tokens(config: WorkerConfig, folder: Path) -> int:
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Runs a prompt and a decode step over blocks that nobody has yet: weights are read in, threads and buffers made.
+    """Runs a prompt, a decode step and one with a draft over blocks that nobody has yet: weights are read in, threads
+    and buffers made.
 
     Without it the first request would pay for that, seconds where the weights are not in memory.
     """
     num_tokens = min(num_tokens, runner.num_blocks * runner.layout.block_size - 1)
+    num_drafts = min(_WARM_UP_DRAFTS, runner.num_blocks * runner.layout.block_size - 1 - num_tokens)
     prompt = [1 + index % 50 for index in range(num_tokens)]
-    block_ids = range(runner.layout.num_blocks(num_tokens + 1))
+    block_ids = range(runner.layout.num_blocks(num_tokens + 1 + num_drafts))
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    runner.execute([Chunk(prompt, 0, block_ids, greedy, prompt, num_tokens)])
+    drafting = DraftingState()
+    runner.execute([Chunk(prompt, 0, block_ids, greedy, prompt, num_tokens, drafting=drafting)])
     history = [*prompt, 1]
-    runner.execute([Chunk([1], num_tokens, block_ids, greedy, history, num_tokens)])
+    for count in (0, num_drafts) if num_drafts else (0,):
+        runner.execute([Chunk([1], num_tokens, block_ids, greedy, history, num_tokens, count, drafting)])
 
 
 def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
+    from decode.speculative_runner import SpeculativeRunner
+    from decode.verification import Method
     from model.torch_runner import TorchRunner
 
     device = _device(config.device)
-    return TorchRunner.load(
+    plan = choose_drafter(config, folder)
+    target = TorchRunner.load(
         folder,
         **_cache_size(config, device),
         block_size=config.block_size,
@@ -56,7 +65,13 @@ def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
         dtype=config.dtype,
         device=device,
         num_threads=config.num_threads,
+        num_draft_layers=0 if plan is None else plan.num_layers,
+        drafter="" if plan is None else plan.name,
     )
+    if plan is None:
+        return target
+    method = Method(config.verification)
+    return SpeculativeRunner(target, plan.make(target, method), method)
 
 
 def _device(name: str) -> str:
@@ -90,6 +105,8 @@ def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
     from model.timed_runner import StepTiming, TimedRunner
     from model.tokenizer import Tokenizer
 
+    if config.drafter not in ("auto", "none"):
+        raise ValueError(f"--drafter {config.drafter} needs --runner torch: a timed worker computes nothing to verify")
     model = ModelConfig.from_folder(folder)
     max_context_tokens(config, folder)  # refuses what is too much; nothing here is sized by it
     layout = KVLayout(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from decode.service import DecodeService
 from deploy import worker_metrics
+from deploy.drafting import draft_planner
 from deploy.reporter import Reporter
 from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
@@ -81,13 +82,16 @@ class Worker:
             CacheSpan(runner.layout, runner.cache_address, runner.num_blocks),
             SenderIdentity(self._worker_id, self._epoch),
         )
-        tokenizer, vocab_size = Tokenizer.load(folder), ModelConfig.from_folder(folder).vocab_size
+        tokenizer, model = Tokenizer.load(folder), ModelConfig.from_folder(folder)
+        vocab_size = model.vocab_size
+        self._max_context_tokens = max_context_tokens(config, folder)
         self._prefill = PrefillService(
             pool=self._pool,
             layout=runner.layout,
             sender=self._sender,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
+            states=runner,
             wake=self._wake,
         )
         self._decode = DecodeService(
@@ -95,9 +99,11 @@ class Worker:
             description=self._description(),
             tokenizer=tokenizer,
             vocab_size=vocab_size,
+            states=runner,
             max_running=config.max_running,
             lease_s=config.lease_s,
             wake=self._wake,
+            planner=draft_planner(config, runner, model, self._max_context_tokens),
         )
         self._engine = Engine(
             runner,
@@ -110,7 +116,6 @@ class Worker:
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._prefill)
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._decode)
         self._tokenizer_digest = tokenizer_digest(folder)
-        self._max_context_tokens = max_context_tokens(config, folder)
 
     async def serve(self) -> None:
         """Returns when it has been told to stop and has drained. What its tasks raise comes as an exception group."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.sampling_params import MAX_DRAFT_TOKENS
 from protos.values import ROLES
 
 
@@ -36,6 +37,11 @@ class WorkerConfig:
     lease_s: float
     drain_s: float
     timing: Path | None
+    drafter: str
+    draft_model: str | None
+    verification: str
+    max_draft_tokens: int
+    draft_length: str
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "num_blocks", "block_size", "max_step_tokens", "max_running"):
@@ -51,5 +57,7 @@ class WorkerConfig:
             )
         if self.lease_s <= 0 or self.drain_s < 0:
             raise ValueError("--lease-s must be above 0, --drain-s at least 0")
+        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"--max-draft-tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}")
         if self.role not in ROLES:
             raise ValueError(f"--role is {self.role!r}; it must be one of {', '.join(ROLES)}")

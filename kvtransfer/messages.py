@@ -104,6 +104,7 @@ def record_to_message(record: HandoverRecord) -> pb.HandoverRecord:
         first_token_id=record.first_token_id,
         sent_tokens=record.sent_tokens,
         sent_bytes=record.sent_bytes,
+        drafting=record.drafting,
     )
 
 
@@ -119,6 +120,7 @@ def record_from_message(message: pb.HandoverRecord) -> HandoverRecord:
         first_token_id=message.first_token_id,
         sent_tokens=message.sent_tokens,
         sent_bytes=message.sent_bytes,
+        drafting=message.drafting,
     )
 
 

@@ -88,7 +88,7 @@ class Outgoing:
         """The same for blocks whose layers are all computed, such as those found in the prefix cache."""
         self._queue(range(self._local.layout.num_layers), first_block, local_block_ids)
 
-    async def commit(self, first_token_id: int, num_tokens: int) -> SendStats:
+    async def commit(self, first_token_id: int, num_tokens: int, drafting: bytes = b"") -> SendStats:
         """Waits for the writes and hands the sequence over: `num_tokens` tokens, the first token not among them.
 
         Raises a ServiceError if it was not, or may not have been, handed over; then all is let go as by `abort`.
@@ -102,7 +102,7 @@ class Outgoing:
         try:
             await self._drained()
             self._check_complete(num_tokens)
-            await self._peer.commit(self._record(first_token_id))
+            await self._peer.commit(self._record(first_token_id, drafting))
         except BaseException as error:  # also if the caller is cancelled: what was posted still needs its owner
             self._start_ending(f"the commit failed: {error!r}")
             raise
@@ -163,7 +163,7 @@ class Outgoing:
         if missing:
             raise IncompleteTransfer(f"layers {missing} of attempt {self._reservation.attempt_id!r} lack blocks")
 
-    def _record(self, first_token_id: int) -> HandoverRecord:
+    def _record(self, first_token_id: int, drafting: bytes) -> HandoverRecord:
         return HandoverRecord(
             ticket_id=self._ticket.ticket_id,
             attempt_id=self._reservation.attempt_id,
@@ -175,6 +175,7 @@ class Outgoing:
             first_token_id=first_token_id,
             sent_tokens=self._reservation.num_tokens - self.num_cached_tokens,
             sent_bytes=self._stream.sent_bytes,
+            drafting=drafting,
         )
 
     def _start_ending(self, reason: str) -> None:

@@ -152,6 +152,7 @@ class Receiver:
             num_cached_tokens=num_cached_tokens,
             num_received_tokens=record.num_tokens - num_cached_tokens,
             first_token_id=record.first_token_id,
+            drafting=record.drafting,
         )
 
     def abort(self, attempt_id: str, reason: str) -> None:

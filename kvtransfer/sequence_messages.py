@@ -60,7 +60,7 @@ def check_token_ids(field: str, token_ids: Items[int], vocab_size: int) -> None:
 
 
 def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
-    """Reads parameters that the router resolved: every field is set but `logprobs`, which stays optional.
+    """Reads parameters that the router resolved: every field is set but the two that stay optional.
 
     Raises:
         InvalidArgument: a value is outside its limits.
@@ -79,6 +79,7 @@ def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
             seed=message.seed,
             stop_token_ids=tuple(message.stop_token_ids),
             num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+            max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None

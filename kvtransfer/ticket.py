@@ -78,6 +78,7 @@ class HandoverRecord:
     first_token_id: int
     sent_tokens: int
     sent_bytes: int
+    drafting: bytes = b""  # what the drafter needs beside the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class ReceivedSequence:
     num_cached_tokens: int
     num_received_tokens: int
     first_token_id: int
+    drafting: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

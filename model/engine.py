@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from model.runner import Chunk, LayerDone, ModelRunner, NonFiniteLogits, Outcome, StepOutput
@@ -31,7 +31,7 @@ class Scheduler(Protocol):
     """Decides what one pool's sequences do in the next step. Called on the event loop only."""
 
     def schedule(self, num_tokens: int) -> Sequence[ScheduledChunk]:
-        """Chunks of at most `num_tokens` tokens together, their blocks already held. Empty: nothing to do now."""
+        """Chunks of at most `num_tokens` tokens together, drafts included, their blocks held. Empty: nothing to do."""
         ...
 
     def complete(self, sampled: Sequence[Outcome], output: StepOutput) -> None:
@@ -82,7 +82,7 @@ class Engine:
         budget = self._max_step_tokens
         for scheduler in self._schedulers:
             part = scheduler.schedule(budget)
-            budget -= sum(len(scheduled.chunk.token_ids) for scheduled in part)
+            budget -= sum(len(scheduled.chunk.token_ids) + scheduled.chunk.num_draft_tokens for scheduled in part)
             parts.append(part)
         self._wake.clear()  # what woke us until now was seen; blocks released in `schedule` are its own
         batch = [scheduled for part in parts for scheduled in part]
@@ -121,6 +121,6 @@ class Engine:
         def compute() -> StepOutput:
             start = time.perf_counter()
             output = self._runner.execute([scheduled.chunk for scheduled in batch], layer_done if hooks else None)
-            return StepOutput(output.sampled, time.perf_counter() - start, output.expert_load)
+            return replace(output, compute_s=time.perf_counter() - start)
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, compute)

@@ -56,9 +56,9 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def difference(self, other: KVLayout) -> str | None:
-        """The first field in which `other` differs, in words; None if none does."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        """A field in which `other` differs, in words; None if none does. Those that others follow from come first."""
+        for name in ("model_digest", "drafter", *(field.name for field in fields(self))):
+            mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                return f"{field.name} is {theirs!r} there and {mine!r} here"
+                return f"{name} is {theirs!r} there and {mine!r} here"
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from model.kv_layout import KVLayout
 from model.sampling_params import SamplingParams
@@ -24,6 +24,9 @@ class Chunk:
     `block_ids` hold the KV of positions [0, start + len(token_ids)). With `sampling` set the chunk ends at the
     sequence's last token and the next one is wanted; `history` are then all its tokens and `num_prompt_tokens` of them
     the prompt (penalties, logprobs and randomness depend on both).
+
+    A runner that drafts may put at most `num_draft_tokens` tokens behind them, for which `block_ids` have room, and
+    keeps what it knows of the sequence in `drafting`.
     """
 
     token_ids: Sequence[int]
@@ -32,6 +35,19 @@ class Chunk:
     sampling: SamplingParams | None = None
     history: Sequence[int] = ()
     num_prompt_tokens: int = 0
+    num_draft_tokens: int = 0
+    drafting: DraftingState = field(default_factory=lambda: DraftingState())
+
+
+@dataclass(slots=True, eq=False)
+class DraftingState:
+    """What a drafter knows of a sequence: it goes with the sequence and is changed by the runner, during a step, alone.
+
+    `failed`: drafting broke down once, and is over for this sequence.
+    """
+
+    value: Any = None
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +68,56 @@ class NonFiniteLogits(ArithmeticError):
     """Why a chunk that wanted a token has none: its logits hold NaN or infinity, or nothing else than -infinity."""
 
 
-Outcome = SampledToken | NonFiniteLogits | None
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """The drafted tokens that stand, and behind them the one that the model itself has drawn."""
+
+    tokens: tuple[SampledToken, ...]
+    num_drafted: int
+
+
+Outcome = SampledToken | VerifiedDraft | NonFiniteLogits | None
 """Of one chunk: None where it wanted no token, the error where there is none to be had."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`sampled[i]` belongs to chunk i. `expert_load`: tokens, [layers, experts]."""
+    """`sampled[i]` belongs to chunk i. `expert_load`: tokens, [layers, experts], rejected drafts among them.
+
+    `compute_s` is the whole step, `draft_s` of it drafting; `num_failed_drafts` sequences stopped drafting in it.
+    """
 
     sampled: tuple[Outcome, ...]
     compute_s: float = 0.0
     expert_load: Sequence[Sequence[int]] = field(default=())
+    draft_s: float = 0.0
+    num_failed_drafts: int = 0
 
 
-class ModelRunner(Protocol):
+class DraftingStates(Protocol):
+    """Takes what is known of a sequence, to draft for it, from one worker to another."""
+
+    def export_drafting(self, drafting: DraftingState) -> bytes:
+        """What another worker needs beside the KV to go on drafting; empty if nothing. Not during a step."""
+        ...
+
+    def restore_drafting(self, drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
+        """The counterpart, for a sequence with KV of so many tokens. ValueError if it cannot be from such a runner."""
+        ...
+
+
+class NoDrafting:
+    """The states of a worker that does not draft."""
+
+    def export_drafting(self, drafting: DraftingState) -> bytes:
+        return b""
+
+    def restore_drafting(self, drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
+        if state:
+            raise ValueError("there is some, but this worker does not draft")
+
+
+class ModelRunner(DraftingStates, Protocol):
     @property
     def layout(self) -> KVLayout: ...
 

@@ -2,13 +2,14 @@
 
 Order: penalties, min_tokens, temperature, top-k, top-p, min-p, then the largest of score + Gumbel noise, where the
 noise is keyed by (seed, position, token id). A filter keeps every token that ties with the last one it has to keep. It
-knows nothing of models or caches. Letters: R rows, V vocabulary, K tokens that passed.
+knows nothing of models or caches. Letters: R rows, F rows with filters, V vocabulary, K tokens that passed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +23,35 @@ _NUMBERS_AT_ONCE = 2**17  # random numbers per tile: more would leave the proces
 _FIRST_CANDIDATES = 64  # enough for most top-p rows; more are looked at only where they are needed
 
 
-def sample(logits: Tensor, rows: Sequence[Chunk]) -> list[SampledToken | NonFiniteLogits]:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row of logits is processed by. The tokens before it are `history` and then `drafted`."""
+
+    history: Sequence[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    drafted: Sequence[int] = ()  # apart, so that the positions of a draft share their history
+
+    @classmethod
+    def behind(cls, chunk: Chunk, drafted: Sequence[int] = ()) -> Row:
+        assert chunk.sampling is not None, "this chunk wants no token"
+        return cls(chunk.history, chunk.num_prompt_tokens, chunk.sampling, drafted)
+
+    @property
+    def position(self) -> int:
+        """Of the token that is wanted."""
+        return len(self.history) + len(self.drafted)
+
+    @property
+    def must_go_on(self) -> bool:
+        return self.position - self.num_prompt_tokens < self.sampling.min_tokens
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        return self.sampling.is_greedy and not self.sampling.has_penalties and not self.must_go_on
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[SampledToken | NonFiniteLogits]:
     """The next token of each row, or that it has none. `logits` [R, V] is not changed; a -infinity forbids a token.
 
     A batch of plain greedy rows costs one maximum; only rows that ask for more are copied.
@@ -33,90 +62,125 @@ def sample(logits: Tensor, rows: Sequence[Chunk]) -> list[SampledToken | NonFini
         finite = is_finite.nonzero().flatten().tolist()
         sampled = dict(zip(finite, sample(logits[finite], [rows[index] for index in finite]), strict=True))
         return [sampled.get(index) or NonFiniteLogits("the logits are not finite") for index in range(len(rows))]
-    special = [index for index, row in enumerate(rows) if not _is_plain_greedy(row)]
+    special = [index for index, row in enumerate(rows) if not row.is_plain_greedy]
     if special:
-        tokens[special] = _choose(logits[special].float(), [rows[index] for index in special])
-    logprobs = _logprobs(logits, tokens, [_params(row) for row in rows])
+        tokens[special] = choose(logits[special].float(), [rows[index] for index in special])
+    logprobs = token_logprobs(logits, tokens, [row.sampling.num_logprobs for row in rows])
     return [SampledToken(token, logprobs.get(index)) for index, token in enumerate(tokens.tolist())]
 
 
-def _params(row: Chunk) -> SamplingParams:
-    assert row.sampling is not None, "this chunk wants no token"
-    return row.sampling
+def processed_scores(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Float32 [R, V]: a row's token is drawn from its softmax, a greedy row's is its argmax. `logits` is not changed.
+
+    Tokens that are forbidden or filtered out are -infinity. The logits must be finite, as `sample` demands.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    _adjust(scores, rows)
+    drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+    if drawn:
+        params = [rows[index].sampling for index in drawn]
+        part = _pick(scores, drawn)
+        _cool(part, params)
+        if any(map(_has_filter, params)):
+            part.masked_fill_(part < _lowest_kept(part, params), -math.inf)
+        if part is not scores:
+            scores[drawn] = part
+    return scores
 
 
-def _must_go_on(row: Chunk) -> bool:
-    return len(row.history) - row.num_prompt_tokens < _params(row).min_tokens
-
-
-def _is_plain_greedy(row: Chunk) -> bool:
-    params = _params(row)
-    return params.is_greedy and not params.has_penalties and not _must_go_on(row)
-
-
-def _choose(scores: Tensor, rows: Sequence[Chunk]) -> Tensor:
-    """Tokens [R] of rows that are not plain greedy. Overwrites `scores` [R, V]."""
-    for index, row in enumerate(rows):
-        if _params(row).has_penalties:
-            _penalise(scores[index], row)
-        if _must_go_on(row):
-            scores[index, [token for token in _params(row).stop_token_ids if token < scores.shape[1]]] = -math.inf
-    drawn = [index for index, row in enumerate(rows) if not _params(row).is_greedy]
+def choose(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Tokens [R] of rows that are not plain greedy, from their logits. Overwrites `scores` [R, V], float32."""
+    _adjust(scores, rows)
+    drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
     if len(drawn) == len(rows):
-        return _draw(scores, rows)
+        return _filter_and_draw(scores, rows)
     tokens = scores.argmax(dim=-1)
     if drawn:
-        tokens[drawn] = _draw(scores[drawn], [rows[index] for index in drawn])
+        tokens[drawn] = _filter_and_draw(scores[drawn], [rows[index] for index in drawn])
     return tokens
 
 
-def _penalise(scores: Tensor, row: Chunk) -> None:
+def _adjust(scores: Tensor, rows: Sequence[Row]) -> None:
+    """Penalties and min_tokens, in place."""
+    for index, row in enumerate(rows):
+        if row.sampling.has_penalties:
+            _penalise(scores[index], row)
+        if row.must_go_on:
+            scores[index, [token for token in row.sampling.stop_token_ids if token < scores.shape[1]]] = -math.inf
+
+
+def _penalise(scores: Tensor, row: Row) -> None:
     """Scores [V]: repetition over prompt and output, as Hugging Face; presence and frequency over output, as OpenAI."""
-    params = _params(row)
-    history = torch.tensor(row.history, dtype=torch.int64, device=scores.device)
+    params = row.sampling
+    history = torch.tensor([*row.history, *row.drafted], dtype=torch.int64, device=scores.device)
     seen, _ = torch.unique(history, return_counts=True)
     before = scores[seen]
-    scores[seen] = torch.where(before < 0, before * params.repetition_penalty, before / params.repetition_penalty)
+    after = torch.where(before < 0, before * params.repetition_penalty, before / params.repetition_penalty)
+    scores[seen] = after.nan_to_num_(-math.inf, torch.finfo(after.dtype).max, -math.inf)  # a tiny penalty overflows
     written, counts = torch.unique(history[row.num_prompt_tokens :], return_counts=True)
     scores[written] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def _draw(scores: Tensor, rows: Sequence[Chunk]) -> Tensor:
-    """One draw per row from softmax(scores / temperature), filtered. Overwrites `scores` [R, V]."""
-    params = [_params(row) for row in rows]
+def _cool(scores: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Temperature, in place."""
     scores -= scores.amax(dim=-1, keepdim=True)  # so that the likeliest stays 0 at any temperature
     scores /= _column(scores, [max(p.temperature, COLDEST) for p in params])
-    seeds = seed_tensor([p.seed for p in params], scores.device)
-    positions = torch.tensor([len(row.history) for row in rows], device=scores.device)
-    filtered = [index for index, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+
+
+def _has_filter(params: SamplingParams) -> bool:
+    return bool(params.top_k or params.top_p < 1.0 or params.min_p)
+
+
+def _filter_and_draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    """One draw per row from softmax(scores / temperature), filtered. Overwrites `scores` [R, V]."""
+    params = [row.sampling for row in rows]
+    _cool(scores, params)
+    filtered = [index for index, p in enumerate(params) if _has_filter(p)]
     if not filtered:
-        return _noisy_argmax(scores, seeds, positions)
+        return draw(scores, rows)
+    part = _pick(scores, filtered)
+    return draw(scores, rows, part >= _lowest_kept(part, [params[index] for index in filtered]))
+
+
+def draw(scores: Tensor, rows: Sequence[Row], kept: Tensor | None = None) -> Tensor:
+    """Tokens [R] from softmax(scores), by the noise that belongs to each row's position.
+
+    `kept` [F, V] says which tokens of the rows with filters passed; without it, those above -infinity did.
+    """
+    seeds = seed_tensor([row.sampling.seed for row in rows], scores.device)
+    positions = torch.tensor([row.position for row in rows], device=scores.device)
+    filtered = [index for index, row in enumerate(rows) if _has_filter(row.sampling)]
+    if not filtered:
+        return noisy_argmax(scores, seeds, positions)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
-    tokens[filtered] = _filtered_argmax(
-        _pick(scores, filtered), seeds[filtered], positions[filtered], [params[index] for index in filtered]
-    )
+    part = _pick(scores, filtered)
+    kept = part > -math.inf if kept is None else kept
+    tokens[filtered] = _argmax_of_kept(part, kept, seeds[filtered], positions[filtered])
     free = sorted(set(range(len(rows))) - set(filtered))
     if free:
-        tokens[free] = _noisy_argmax(scores[free], seeds[free], positions[free])
+        tokens[free] = noisy_argmax(scores[free], seeds[free], positions[free])
     return tokens
 
 
-def _noisy_argmax(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def noisy_argmax(
+    scores: Tensor, seeds: Tensor, positions: Tensor, purpose: Purpose = Purpose.SAMPLE, first_index: int = 0
+) -> Tensor:
+    """Draws [R] from softmax(scores): the largest of score + noise, token t's noise being indexed first_index + t."""
     num_rows, vocab_size = scores.shape
-    token_ids = torch.arange(vocab_size, device=scores.device)
+    indexes = torch.arange(first_index, first_index + vocab_size, device=scores.device)
     step = num_rows if scores.is_cuda else max(1, _NUMBERS_AT_ONCE // vocab_size)
     winners = []
     for start in range(0, num_rows, step):
         tile = slice(start, start + step)
-        noise = gumbel_noise(seeds[tile], positions[tile], Purpose.SAMPLE, token_ids)
+        noise = gumbel_noise(seeds[tile], positions[tile], purpose, indexes)
         winners.append(noise.add_(scores[tile]).argmax(dim=-1))
     return torch.cat(winners)
 
 
-def _filtered_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _argmax_of_kept(scores: Tensor, kept: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draws noise for the tokens that passed only, all rows' in one list."""
     num_rows, vocab_size = scores.shape
-    row, token_ids = (scores >= _lowest_kept(scores, params)).nonzero(as_tuple=True)  # [K], [K]
+    row, token_ids = kept.nonzero(as_tuple=True)  # [K], [K]
     noise = gumbel_noise(seeds[row], positions[row], Purpose.SAMPLE, token_ids.unsqueeze(1)).squeeze(1)
     noisy = noise + scores[row, token_ids]
     best = noisy.new_full((num_rows,), -math.inf).scatter_reduce_(0, row, noisy, "amax")
@@ -163,19 +227,19 @@ def _mass_floor(scores: Tensor, top_p: Tensor) -> Tensor:
     return floor
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> dict[int, Logprobs]:
-    """By row, for the rows that asked. Of the logits as the model gave them."""
-    wanted = [index for index, p in enumerate(params) if p.num_logprobs is not None]
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> dict[int, Logprobs]:
+    """By row, with `counts[row]` alternatives; none for None. Of the logits as the model gave them."""
+    wanted = {index: count for index, count in enumerate(counts) if count is not None}
     if not wanted:
         return {}
-    logprobs = logits[wanted].float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[wanted].unsqueeze(1)).flatten().tolist()
-    counts = [params[index].num_logprobs or 0 for index in wanted]
-    top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
+    indexes = list(wanted)
+    logprobs = logits[indexes].float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[indexes].unsqueeze(1)).flatten().tolist()
+    top = logprobs.topk(min(max(wanted.values()), logprobs.shape[1]), dim=-1)
     top_ids, top_values = top.indices.tolist(), top.values.tolist()
     return {
-        index: Logprobs(chosen[i], tuple(zip(top_ids[i][: counts[i]], top_values[i][: counts[i]], strict=True)))
-        for i, index in enumerate(wanted)
+        index: Logprobs(chosen[i], tuple(zip(top_ids[i][:count], top_values[i][:count], strict=True)))
+        for i, (index, count) in enumerate(wanted.items())
     }
 
 

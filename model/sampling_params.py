@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
+MAX_DRAFT_TOKENS = 64
 
 
 class InvalidSampling(ValueError):
@@ -33,6 +34,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()  # with the model's own end tokens, unless ignore_eos was asked for
+    max_draft_tokens: int | None = None  # guessed ahead per step, at most; 0: speculation is off; None: as is fastest
     num_logprobs: int | None = None  # alternatives beside the token's own; None: no logprobs at all
 
     def __post_init__(self) -> None:
@@ -50,6 +52,8 @@ class SamplingParams:
             raise InvalidSampling("stop_token_ids", f"has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
         if min(self.stop_token_ids, default=0) < 0:
             raise InvalidSampling("stop_token_ids", f"has {min(self.stop_token_ids)}; each must be 0 or more")
+        if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InvalidSampling("max_draft_tokens", f"is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}")
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
             raise InvalidSampling("logprobs", f"is {self.num_logprobs}; it must be 0 to {MAX_LOGPROBS}")
 

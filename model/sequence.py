@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from model.block_pool import BlockHash, BlockPool, hash_blocks
-from model.runner import Chunk
+from model.runner import Chunk, DraftingState
 from model.sampling_params import SamplingParams
 
 
@@ -31,6 +31,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    drafting: DraftingState = field(default_factory=DraftingState)
     _hashes: list[BlockHash] = field(default_factory=list)
     _num_published: int = 0
 
@@ -60,13 +61,20 @@ class Sequence:
         elif self.num_output_tokens >= self.sampling.max_tokens:
             self.finish_reason = FinishReason.LENGTH
 
-    def next_chunk(self, num_tokens: int) -> Chunk:
+    def next_chunk(self, num_tokens: int, num_draft_tokens: int = 0) -> Chunk:
         """The next `num_tokens` uncomputed tokens, to be run; with the last of all the next token is wanted."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
-        token_ids = self.token_ids[start:end]
-        if end < self.num_tokens:
-            return Chunk(token_ids, start, self.block_ids)
-        return Chunk(token_ids, start, self.block_ids, self.sampling, self.token_ids, self.num_prompt_tokens)
+        wants_token = end == self.num_tokens
+        return Chunk(
+            self.token_ids[start:end],
+            start,
+            self.block_ids,
+            self.sampling if wants_token else None,
+            self.token_ids,
+            self.num_prompt_tokens,
+            num_draft_tokens,
+            self.drafting,
+        )
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Further blocks needed to hold KV of the first `num_tokens` tokens."""
@@ -91,6 +99,14 @@ class Sequence:
         """Holds blocks for the first `num_tokens` tokens. Raises NoFreeBlocks, and then nothing has changed."""
         self.block_ids.extend(pool.allocate(self.num_blocks_for(num_tokens)))
 
+    def trim(self, pool: BlockPool) -> int:
+        """Lets go of blocks beyond its tokens, held for drafts that did not stand. Returns how many. Not in a step."""
+        num_needed = -(-self.num_tokens // self.block_size)
+        surplus = self.block_ids[num_needed:]
+        del self.block_ids[num_needed:]
+        pool.release(surplus)
+        return len(surplus)
+
     def publish(self, pool: BlockPool) -> None:
         """Makes the blocks that are full and computed findable."""
         num_full = self.num_computed_tokens // self.block_size
@@ -105,3 +121,4 @@ class Sequence:
         pool.release(self.block_ids)
         self.block_ids = []
         self.num_computed_tokens = self.num_cached_tokens = self._num_published = 0
+        self.drafting = DraftingState(failed=self.drafting.failed)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.kv_layout import DTYPE_BYTES, KVLayout
-from model.runner import Chunk, LayerDone, Logprobs, SampledToken, StepOutput
+from model.runner import Chunk, LayerDone, Logprobs, NoDrafting, SampledToken, StepOutput
 
 Words: TypeAlias = NDArray[np.uint64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -67,7 +67,7 @@ class StepTiming:
         return self.scale * total_s
 
 
-class TimedRunner:
+class TimedRunner(NoDrafting):
     """Implements ModelRunner. `never_sampled` are usually the end tokens, so that answers are as long as asked for."""
 
     def __init__(

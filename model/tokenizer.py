@@ -92,6 +92,17 @@ class Tokenizer:
         """Tokens as the vocabulary spells them, special ones included."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
+    def entries(self) -> list[tuple[str, bool]]:
+        """By token id: how the vocabulary spells it, and whether it is special. ("", False) for ids it leaves out."""
+        entries = [("", False)] * self.vocab_size
+        for text, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            if token_id < self.vocab_size:
+                entries[token_id] = (text, False)
+        for token_id, token in self._backend.get_added_tokens_decoder().items():
+            if token_id < self.vocab_size:
+                entries[token_id] = (token.content, token.special)
+        return entries
+
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text, in UTF-8: empty for special tokens, perhaps not whole characters."""
         return self._bytes[token_id]

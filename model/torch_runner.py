@@ -10,34 +10,35 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from model import huge_pages
-from model.backend import choose_backend
+from model.backend import Backend, choose_backend
 from model.checkpoint import map_weights, model_digest
 from model.config import DTYPES, ModelConfig
 from model.kv_cache import PagedKVCache, available_bytes, check_memory, num_blocks_that_fit
 from model.kv_layout import KVLayout
 from model.layer_events import LayerEvents
-from model.runner import Chunk, LayerDone, StepOutput
-from model.sampling import sample
+from model.runner import Chunk, LayerDone, NoDrafting, StepOutput
+from model.sampling import Row, sample
 from model.step_input import StepInput
-from model.transformer import Transformer
+from model.transformer import ForwardOutput, Transformer
 
 logger = logging.getLogger(__name__)
 
 _COPIED_SHARE = 0.2  # of the memory that is available: the copies of several processes have to fit
 
 
-class TorchRunner:
+class TorchRunner(NoDrafting):
     """Implements `ModelRunner`. Made by `load`."""
 
-    def __init__(self, config: ModelConfig, model: Transformer, cache: PagedKVCache, kernels: str) -> None:
+    def __init__(self, config: ModelConfig, model: Transformer, cache: PagedKVCache, backend: Backend) -> None:
         self.config = config
-        self.kernels = kernels
-        self._model = model
-        self._cache = cache
+        self.kernels = backend.name
+        self.backend = backend
+        self.model = model
+        self.cache = cache
 
     @classmethod
     def load(
@@ -54,6 +55,8 @@ class TorchRunner:
         device: str = "cpu",
         num_threads: int | None = None,
         kernels: str = "auto",
+        num_draft_layers: int = 0,
+        drafter: str = "",
     ) -> TorchRunner:
         """Reads the checkpoint and takes the cache: `num_blocks` or as many as fit `kv_cache_bytes` or
         `kv_cache_share` of the memory that the weights leave. It has to hold a sequence of `max_context_tokens`
@@ -77,10 +80,11 @@ class TorchRunner:
         layout = KVLayout(
             model_digest=model_digest(folder),
             dtype=kv_dtype,
-            num_layers=config.num_layers,
+            num_layers=config.num_layers + num_draft_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
+            drafter=drafter,
         )
         weights = map_weights(folder, config)
         backend = choose_backend(kernels, config, torch.device(device), getattr(torch, dtype))
@@ -92,56 +96,68 @@ class TorchRunner:
         weights = {name: backend.place(tensor) for name, tensor in weights.items()}
         if device == "cpu" and weight_bytes < available_bytes(torch.device(device)) * _COPIED_SHARE:
             weights = huge_pages.copied(weights)
-        return cls(config, Transformer(config, weights, backend, cache), cache, backend.name)
+        return cls(config, Transformer(config, weights, backend, cache), cache, backend)
 
     @property
     def layout(self) -> KVLayout:
-        return self._cache.layout
+        return self.cache.layout
 
     @property
     def num_blocks(self) -> int:
-        return self._cache.num_blocks
+        return self.cache.num_blocks
 
     @property
     def cache_address(self) -> int:
-        return self._cache.address
+        return self.cache.address
 
     @property
     def cache_device_id(self) -> int:
-        device = self._cache.memory.device
+        device = self.cache.memory.device
         return -1 if device.type == "cpu" else device.index or 0
 
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk], layer_done: LayerDone | None = None) -> StepOutput:
         begin = time.perf_counter()
         try:
-            logits, load = self.logits(chunks, layer_done)
-            wanting = [chunk for chunk in chunks if chunk.sampling is not None]
-            outcomes = iter(sample(logits, wanting) if wanting else ())
+            output = self.forward(chunks, layer_done)
+            wanting = [Row.behind(chunk) for chunk in chunks if chunk.sampling is not None]
+            outcomes = iter(sample(output.logits, wanting) if wanting else ())
         finally:  # also after an error: the blocks of a step may go to others as soon as it is over
-            self._wait_for_device()
+            self.wait_for_device()
         sampled = tuple(next(outcomes) if chunk.sampling is not None else None for chunk in chunks)
+        load = output.expert_load
         return StepOutput(sampled, time.perf_counter() - begin, load.tolist() if load is not None else ())
 
     @torch.inference_mode()
-    def logits(self, chunks: Sequence[Chunk], layer_done: LayerDone | None = None) -> tuple[Tensor, Tensor | None]:
-        """One forward: logits [R, V] of the chunks that want a token, in order, and expert load [L, E]."""
-        step = StepInput.of(chunks, self.layout.block_size, self._model.inverse_frequencies)
-        ends = (step.query_starts[1:] - 1)[[index for index, chunk in enumerate(chunks) if chunk.sampling is not None]]
+    def forward(
+        self,
+        chunks: Sequence[Chunk],
+        layer_done: LayerDone | None = None,
+        *,
+        num_rows: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
+    ) -> ForwardOutput:
+        """One forward. Rows are the last `num_rows[i]` tokens of chunk i: by default one where a token is wanted."""
+        step = StepInput.of(chunks, self.layout.block_size, self.model.inverse_frequencies)
+        if num_rows is None:
+            num_rows = [int(chunk.sampling is not None) for chunk in chunks]
+        ends = np.cumsum(step.chunk_lens).tolist()
+        indexes = [row for end, count in zip(ends, num_rows, strict=True) for row in range(end - count, end)]
+        rows = torch.tensor(indexes, dtype=torch.int64, device=step.token_ids.device)
         if layer_done is None or not self._queues_work:
-            return self._model.forward(step, ends, layer_done)
-        events = LayerEvents(layer_done, self._cache.memory.device)
-        result = self._model.forward(step, ends, events.queued)
+            return self.model.forward(step, rows, layer_done, taps)
+        events = LayerEvents(layer_done, self.cache.memory.device)
+        output = self.model.forward(step, rows, events.queued, taps)
         events.wait()
-        return result
+        return output
 
     @property
     def _queues_work(self) -> bool:
-        return self._cache.memory.device.type == "cuda"
+        return self.cache.memory.device.type == "cuda"
 
-    def _wait_for_device(self) -> None:
+    def wait_for_device(self) -> None:
         if self._queues_work:
-            torch.cuda.current_stream(self._cache.memory.device).synchronize()
+            torch.cuda.current_stream(self.cache.memory.device).synchronize()
 
 
 def _named_dtype(name: str, value: str, default: str) -> str:

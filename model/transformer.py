@@ -1,13 +1,13 @@
 """One generic decoder over flat tokens: chunks of many sequences, prefill and decode mixed, in one forward.
 
 It reads the weights by their Hugging Face names and puts together what a backend makes of them.
-Letters: T tokens of all chunks, R rows whose logits are wanted, V vocabulary, L layers, E experts.
+Letters: T tokens of all chunks, R rows whose logits are wanted, V vocabulary, K hidden size, L layers, E experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,17 @@ Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """`hidden` is what the head reads: after the last norm. `features` are of all tokens, those of one tap after those
+    of another. `expert_load` is None where there are no experts."""
+
+    logits: Tensor  # [R, V] float32
+    hidden: Tensor  # [R, K]
+    features: Tensor | None = None  # [T, taps * K]
+    expert_load: Tensor | None = None  # [L, E]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     attention_norm: Norm
     qkv: Linear
@@ -36,40 +47,54 @@ class Layer:
 
 
 class Transformer:
-    def __init__(self, config: ModelConfig, weights: Weights, backend: Backend, cache: PagedKVCache) -> None:
+    """`first_layer` is that of the cache where its own begin: behind another model's."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, backend: Backend, cache: PagedKVCache, *, first_layer: int = 0
+    ) -> None:
+        self._first_layer = first_layer
         self.inverse_frequencies = inverse_frequencies(config.rope, config.head_dim).to(cache.memory.device)
         self._activations = backend.activations
-        self._embedding = weights["model.embed_tokens.weight"]  # [V, hidden]
+        self.embedding = weights["model.embed_tokens.weight"]  # [V, hidden]
         self._layers = [_layer(config, weights, backend, layer) for layer in range(config.num_layers)]
         self._norm = backend.norm(weights["model.norm.weight"], config.norm_eps)
-        head = self._embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self._head = backend.linear([head], [None])
-        norms = [_head_norms(config, weights, layer) for layer in range(config.num_layers)]
+        self.head_weight = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self._head = backend.linear([self.head_weight], [None])
+        norms = [None] * first_layer + [_head_norms(config, weights, layer) for layer in range(config.num_layers)]
         self._attention = backend.attention(config, cache, norms)
 
     def forward(
-        self, step: StepInput, rows: Tensor, layer_done: LayerDone | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of the tokens at `rows` [R], and the load of the experts [L, E] if there are any.
+        self, step: StepInput, rows: Tensor, layer_done: LayerDone | None = None, taps: Sequence[int] = ()
+    ) -> ForwardOutput:
+        """Logits of the tokens at `rows` [R]; with `taps`, also what goes into those layers.
 
         The last layer has keys and values of all tokens, but what follows in it is computed for `rows` alone.
         `layer_done` is called when the calls that store a layer have returned: on CUDA its work is then only queued.
         """
-        hidden = F.embedding(step.token_ids, self._embedding).to(self._activations)  # [T, hidden]
+        hidden = F.embedding(step.token_ids, self.embedding).to(self._activations)  # [T, K]
+        first_layer = self._first_layer
+        features: dict[int, Tensor] = {}
         loads = []
         for number, layer in enumerate(self._layers):
-            queries = self._attention.store(number, layer.qkv(layer.attention_norm(hidden)), step)
+            if number in taps:
+                features[number] = hidden.clone()  # the layer adds to it in place
+            queries = self._attention.store(first_layer + number, layer.qkv(layer.attention_norm(hidden)), step)
             if layer_done is not None:
                 layer_done(number)
-            attended = self._attention.attend(number, queries, step)
+            attended = self._attention.attend(first_layer + number, queries, step)
             if number == len(self._layers) - 1:
                 hidden, attended = hidden[rows], attended[rows]
             layer.output(attended, add_to=hidden)
             load = layer.feed_forward(layer.feed_forward_norm(hidden), add_to=hidden)
             if load is not None:
                 loads.append(load)
-        logits = self._head(self._norm(hidden))
-        return logits.float(), torch.stack(loads) if loads else None
+        normed = self._norm(hidden)
+        return ForwardOutput(
+            logits=self._head(normed).float(),
+            hidden=normed,
+            features=torch.cat([features[tap] for tap in taps], dim=-1) if taps else None,
+            expert_load=torch.stack(loads) if loads else None,
+        )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvtransfer.outgoing import Outgoing
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
-from model.runner import LayerDone, NonFiniteLogits, Outcome, SampledToken, StepOutput
+from model.runner import LayerDone, NonFiniteLogits, Outcome, SampledToken, StepOutput, VerifiedDraft
 from model.sequence import Sequence
 
 Clock = Callable[[], float]
@@ -151,6 +151,7 @@ class PrefillScheduler:
             prefilling.sequence.publish(self._pool)
             if isinstance(outcome, NonFiniteLogits):
                 self._pool.withdraw(prefilling.sequence.block_ids)  # nobody else is to start from them
+            assert not isinstance(outcome, VerifiedDraft), "no draft was asked for"
             if outcome is not None:
                 self._queue.remove(prefilling)  # it keeps its blocks until it is handed over and removed
                 prefilling.done(outcome)

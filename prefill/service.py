@@ -15,7 +15,7 @@ from kvtransfer.sequence_messages import sequence_from_message, tokens_message
 from kvtransfer.ticket import HandoverTarget, SendStats
 from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
-from model.runner import SampledToken
+from model.runner import DraftingStates, SampledToken
 from model.sequence import Sequence
 from model.tokenizer import Detokenizer, Tokenizer
 from prefill import metrics
@@ -41,6 +41,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         sender: Sender,
         tokenizer: Tokenizer,
         vocab_size: int,
+        states: DraftingStates,
         wake: Callable[[], None],
     ) -> None:
         self._pool = pool
@@ -48,6 +49,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._sender = sender
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._states = states
         self._wake = wake
         self.scheduler = PrefillScheduler(pool, ask_for_ticket=self._ask_for_ticket)
         self._calls: dict[str, _Call] = {}
@@ -131,7 +133,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         sequence = call.prefilling.sequence
         sent = SendStats(sent_tokens=0, sent_bytes=0)
         if call.outgoing is not None and sequence.finish_reason is None:
-            sent = await call.outgoing.commit(token.token_id, sequence.num_computed_tokens)
+            drafting = self._states.export_drafting(sequence.drafting)
+            sent = await call.outgoing.commit(token.token_id, sequence.num_computed_tokens, drafting)
             call.outgoing = None
         stats = call.stats(sent)
         metrics.observe(stats)

@@ -268,6 +268,7 @@ class HandoverRecord(_message.Message):
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SENT_TOKENS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFTING_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     attempt_id: _builtins.str
     epoch: _builtins.str
@@ -281,6 +282,8 @@ class HandoverRecord(_message.Message):
     sent_tokens: _builtins.int
     """num_tokens less the ticket's num_cached_tokens"""
     sent_bytes: _builtins.int
+    drafting: _builtins.bytes
+    """what the layout's drafter needs beside the KV to go on; empty if nothing"""
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -296,10 +299,11 @@ class HandoverRecord(_message.Message):
         first_token_id: _builtins.int = ...,
         sent_tokens: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
+        drafting: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "epoch", b"epoch", "first_token_id", b"first_token_id", "generations", b"generations", "layout_fingerprint", b"layout_fingerprint", "num_tokens", b"num_tokens", "sender_epoch", b"sender_epoch", "sent_bytes", b"sent_bytes", "sent_tokens", b"sent_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "drafting", b"drafting", "epoch", b"epoch", "first_token_id", b"first_token_id", "generations", b"generations", "layout_fingerprint", b"layout_fingerprint", "num_tokens", b"num_tokens", "sender_epoch", b"sender_epoch", "sent_bytes", b"sent_bytes", "sent_tokens", b"sent_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    max_draft_tokens: int | None = None
 
     def to_message(self) -> pb.SamplingParams:
         """Raises ValueError for a number that the field cannot hold."""
@@ -92,6 +93,8 @@ class Usage:
     decode_cached_tokens: int
     decode_computed_tokens: int
     decode_recomputed_tokens: int
+    drafted_tokens: int  # guessed ahead by the decode worker
+    accepted_tokens: int  # those of them that stand in the answer
     num_preemptions: int
     num_steps: int
     num_resumes: int
@@ -109,6 +112,8 @@ class Usage:
             decode_cached_tokens=message.decode.cached_tokens,
             decode_computed_tokens=message.decode.computed_tokens,
             decode_recomputed_tokens=message.decode.recomputed_tokens,
+            drafted_tokens=message.decode.drafted_tokens,
+            accepted_tokens=message.decode.accepted_tokens,
             num_preemptions=message.decode.num_preemptions,
             num_steps=message.decode.num_steps,
             num_resumes=message.num_resumes,

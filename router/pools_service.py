@@ -43,9 +43,9 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
                     raise command
                 yield workers_pb2.RouterCommand(set_role=role_to_value(command))
         finally:
+            self._table.lost(worker)  # first: nothing that is still to be waited for may keep it in use
             reading.cancel()
             await asyncio.wait([reading])
-            self._table.lost(worker)
             logger.info("worker %s has left", name)
             await self._links.retire(worker.profile.id)
 

@@ -177,6 +177,7 @@ def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed
             seed=message.seed if has("seed") else drawn_seed,
             stop_token_ids=tuple(dict.fromkeys((*message.stop_token_ids, *eos))),
             num_logprobs=message.logprobs if has("logprobs") else None,
+            max_draft_tokens=message.max_draft_tokens if has("max_draft_tokens") else None,
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None

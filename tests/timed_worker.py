@@ -116,6 +116,7 @@ class TimedWorker:
             sender=self.sender,
             tokenizer=byte_tokenizer(),
             vocab_size=VOCAB_SIZE,
+            states=self.runner,
             wake=lambda: self.engine.wake(),
         )
         self.decode = DecodeService(
@@ -123,6 +124,7 @@ class TimedWorker:
             description=self._description(),
             tokenizer=byte_tokenizer(),
             vocab_size=VOCAB_SIZE,
+            states=self.runner,
             max_running=max_running,
             lease_s=LEASE_S,
             wake=lambda: self.engine.wake(),

@@ -62,6 +62,8 @@ REFUSED: list[tuple[str, str | Sequence[int], Sampling, type[ServiceError], str,
     ("top_k -1", "a", Sampling(top_k=-1), InvalidArgument, "sampling.top_k", "0"),
     ("min_p 2", "a", Sampling(min_p=2), InvalidArgument, "sampling.min_p", "0 to 1"),
     ("logprobs 21", "a", Sampling(logprobs=21), InvalidArgument, "sampling.logprobs", "20"),
+    ("drafts -1", "a", Sampling(max_draft_tokens=-1), InvalidArgument, "sampling.max_draft_tokens", "0 to 64"),
+    ("drafts 65", "a", Sampling(max_draft_tokens=65), InvalidArgument, "sampling.max_draft_tokens", "0 to 64"),
     ("repetition_penalty 0", "a", Sampling(repetition_penalty=0), InvalidArgument, "sampling.repetition_penalty", "0"),
     ("presence inf", "a", Sampling(presence_penalty=math.inf), InvalidArgument, "sampling.presence_penalty", "2"),
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode.decoding import DecodeSequence
+from decode.draft_planner import NoDrafts
 from decode.outbox import Outbox
-from decode.scheduler import DecodeScheduler, DecodeSequence
+from decode.scheduler import DecodeScheduler
 from model.block_pool import BlockPool
-from model.runner import NonFiniteLogits, SampledToken, StepOutput
+from model.runner import NonFiniteLogits, Outcome, SampledToken, StepOutput, VerifiedDraft
 from model.sampling_params import SamplingParams
 from model.sequence import FinishReason, Sequence
 
@@ -233,3 +237,90 @@ def test_any_mix_ends_with_the_plain_loops_tokens_and_no_block_held(
     for index, (decoding, (prompt, max_tokens, _)) in enumerate(zip(decodings, requests, strict=True)):
         if index not in removed:
             assert output(decoding) == plain_loop(prompt, max_tokens)
+
+
+def test_drafts_without_blocks_are_taken_back_from_the_planner() -> None:
+    class Planner(NoDrafts):
+        withdrawn: list[DecodeSequence] = []  # noqa: RUF012 - of this test alone
+
+        def plan(self, decoding: Sequence_[DecodeSequence], num_tokens: int) -> list[int]:
+            return [5] * len(decoding)
+
+        def withdraw(self, decoding: DecodeSequence) -> None:
+            self.withdrawn.append(decoding)
+
+    pool, planner = BlockPool(3), Planner()
+    scheduler = DecodeScheduler(pool, max_running=4, planner=planner)
+    first, second = received(pool, [1, 2, 3], 9), received(pool, [4, 5, 6], 9)
+    for decoding in (first, second):
+        scheduler.add(decoding)
+    chunks = [scheduled.chunk for scheduled in scheduler.schedule(64)]
+    # Five drafts behind 4 tokens need blocks 2 and 3 of the first sequence; one is free, for nobody then.
+    assert [chunk.num_draft_tokens for chunk in chunks] == [0, 0]
+    assert planner.withdrawn == [first, second]
+    scheduler.remove(first)
+    scheduler.complete([SampledToken(1), SampledToken(1)], NOTHING)
+    assert [s.chunk.num_draft_tokens for s in scheduler.schedule(64)] == [5]
+
+
+def test_planner_forgets_what_left_during_its_step() -> None:
+    """After it has learnt of the step, or it would know the sequence for ever."""
+
+    class Planner(NoDrafts):
+        known: set[DecodeSequence] = set()  # noqa: RUF012 - of this test alone
+
+        def plan(self, decoding: Sequence_[DecodeSequence], num_tokens: int) -> list[int]:
+            self.known |= set(decoding)
+            return [1] * len(decoding)
+
+        def learn(
+            self, results: Sequence_[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool
+        ) -> None:
+            self.known |= {decoding for decoding, _ in results}
+
+        def forget(self, decoding: DecodeSequence) -> None:
+            self.known.discard(decoding)
+
+    pool, planner = BlockPool(8), Planner()
+    scheduler = DecodeScheduler(pool, max_running=4, planner=planner)
+    leaving, staying = received(pool, [1, 2, 3], 9), received(pool, [4, 5, 6], 9)
+    for decoding in (leaving, staying):
+        scheduler.add(decoding)
+    scheduler.schedule(64)
+    scheduler.remove(leaving)
+    scheduler.complete([SampledToken(1), SampledToken(1)], NOTHING)
+    assert planner.known == {staying}
+
+
+def test_prompts_that_are_computed_here_do_not_wait_for_drafts() -> None:
+    class Planner(NoDrafts):
+        def plan(self, decoding: Sequence_[DecodeSequence], num_tokens: int) -> list[int]:
+            return [num_tokens - 1] if decoding else []  # all it may have
+
+    pool = BlockPool(64)
+    scheduler = DecodeScheduler(pool, max_running=4, planner=Planner())
+    scheduler.add(received(pool, [1, 2, 3], 60))
+    assert [len(s.chunk.token_ids) + s.chunk.num_draft_tokens for s in scheduler.schedule(21)] == [21]
+    scheduler.complete([SampledToken(1)], NOTHING)
+    scheduler.add(local(list(range(50)), 3))
+    chunks = [s.chunk for s in scheduler.schedule(21)]
+    assert [(len(chunk.token_ids), chunk.num_draft_tokens) for chunk in chunks] == [(1, 10), (10, 0)]
+
+
+def test_nobody_is_preempted_for_blocks_of_drafts_that_fell() -> None:
+    class Planner(NoDrafts):
+        def plan(self, decoding: Sequence_[DecodeSequence], num_tokens: int) -> list[int]:
+            return [5 if each is guessing else 0 for each in decoding]
+
+    pool = BlockPool(3)
+    guessing, plain = received(pool, [1, 2], 9), received(pool, [4, 5, 6], 9)
+    scheduler = DecodeScheduler(pool, max_running=4, planner=Planner())
+    for decoding in (guessing, plain):
+        scheduler.add(decoding)
+    assert [s.chunk.num_draft_tokens for s in scheduler.schedule(64)] == [5, 0]
+    assert [len(d.sequence.block_ids) for d in (guessing, plain)] == [2, 1]
+    fallen = VerifiedDraft((SampledToken(7),), 5)
+    scheduler.complete([fallen, SampledToken(7)], NOTHING)  # the second one needs another block now
+    assert [s.chunk.num_draft_tokens for s in scheduler.schedule(64)] == [0, 0]
+    assert [len(d.sequence.block_ids) for d in (guessing, plain)] == [1, 2]
+    assert guessing.num_preemptions == plain.num_preemptions == 0

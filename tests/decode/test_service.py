@@ -12,6 +12,7 @@ import pytest
 from kvtransfer import metrics as kvtransfer_metrics
 from kvtransfer.errors import DecodePoolFull, RecordMismatch
 from kvtransfer.loopback_agent import LoopbackNetwork
+from model.runner import DraftingState
 from protos import decode_pb2
 from protos.channel import service_errors
 from protos.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidArgument, ServiceError
@@ -283,6 +284,33 @@ async def test_hand_over_of_another_length_than_the_stream_has_is_refused() -> N
         error = await failure_of(decoding)
         assert isinstance(error, FailedPrecondition)
         assert error.field == "token_ids"
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal"),
+    [
+        (ValueError("it is not finite"), "the prefill worker's drafting state: it is not finite"),
+        (RuntimeError("secret"), ""),
+    ],
+)
+async def test_drafting_state_that_cannot_be_used_leaves_no_block_behind(
+    error: Exception, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with one_worker() as worker, peer_of(worker) as peer:
+
+        def restore(drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
+            assert (num_computed_tokens, state) == (len(PROMPT), b"features")
+            raise error
+
+        monkeypatch.setattr(worker.runner, "restore_drafting", restore)
+        decoding = worker.decode_stub.Decode(decode_request("a", PROMPT))
+        record = peer.record(await peer.reserve())
+        record.drafting = b"features"
+        await peer.commit(record)
+        failure = await failure_of(decoding)
+        assert isinstance(failure, FailedPrecondition if refusal else Internal)
+        assert refusal in str(failure) and "secret" not in str(failure)
+        assert worker.pool.num_free == NUM_BLOCKS
 
 
 async def test_answer_that_could_never_fit_is_refused() -> None:

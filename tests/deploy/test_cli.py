@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from deploy import options
 from deploy.cli import cli
+from deploy.conversation import Asking
 from deploy.up import cluster_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,8 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["up", "--max-context", "1"], "1 is not in the range x>=2"),
         (["demo", "--max-context", "0"], "0 is not in the range x>=2"),
         (["generate", "x", "--deadline-s", "0"], "0.0 is not in the range x>0"),
+        (["generate", "x", "--speculation", "on"], "'on' is neither off nor a number of tokens"),
+        (["worker", "--drafter", "oracle"], "'oracle' is not one of 'auto', 'none', 'ngram', 'eagle', 'medusa'"),
         (["model", "build", "gpt-7"], "unknown: gpt-7; there are demo-dense and demo-moe"),
     ],
 )
@@ -92,6 +95,8 @@ def test_wrong_values_are_one_sentence(arguments: list[str], complaint: str) -> 
     ("arguments", "complaint"),
     [
         (["--block-size", "0"], "--block-size is 0; it must be at least 1"),
+        (["--max-draft-tokens", "65"], "--max-draft-tokens is 65; it must be 0 to 64"),
+        (["--max-draft-tokens", "-1"], "--max-draft-tokens is -1; it must be 0 to 64"),
         (["--kv-cache-gb", "0"], "--kv-cache-gb is 0; it must be a number above 0"),
         (
             ["--num-blocks", "1", "--block-size", "1"],
@@ -105,6 +110,26 @@ def test_worker_says_in_one_sentence_what_is_wrong_with_its_settings(arguments: 
     command = [sys.executable, "-m", "deploy.cli", "worker", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (1, f"Error: {complaint}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [([], None), (["--speculation", "off"], 0), (["--speculation", "0"], 0), (["--speculation", "3"], 3)],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_speculation_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], most: int | None
+) -> None:
+    asked: list[Asking] = []
+
+    async def answer(asking: Asking, *_: object) -> None:
+        asked.append(asking)
+
+    monkeypatch.setattr("deploy.conversation.generate_once", answer)
+    monkeypatch.setattr("deploy.conversation.Conversation.say", lambda conversation, text: answer(conversation._asking))
+    result = pdserve(command, "x", *arguments)
+    assert result.exit_code == 0, result.output
+    assert [asking.sampling.max_draft_tokens for asking in asked] == [most]
 
 
 @pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["chat", "x"], ["role", "a", "both"]])
@@ -140,6 +165,10 @@ def test_up_gives_its_workers_the_options_it_was_given() -> None:
         "--max-step-tokens": "512",
         "--max-running": "64",
         "--lease-s": "5.0",
+        "--drafter": "auto",
+        "--verification": "block",
+        "--max-draft-tokens": "7",
+        "--draft-length": "adaptive",
         "--drain-s": "3.0",
     }
     worker_flags = {flag for parameter in cli.commands["worker"].params for flag in parameter.opts}

@@ -31,11 +31,12 @@ class Recorder(TimedRunner):
         return super().execute(chunks, layer_done)
 
 
-@pytest.mark.parametrize(("num_blocks", "num_tokens"), [(50, 32), (3, 11), (1, 3)])
-def test_a_prompt_and_a_decode_step_are_run(num_blocks: int, num_tokens: int) -> None:
+@pytest.mark.parametrize(("num_blocks", "num_tokens", "num_decode_steps"), [(50, 32, 2), (3, 11, 1), (1, 3, 1)])
+def test_a_prompt_and_a_decode_step_are_run(num_blocks: int, num_tokens: int, num_decode_steps: int) -> None:
+    """And one that may draft, where there is room behind."""
     runner = Recorder(num_blocks)
     warm_up(runner, 32)
-    assert runner.ran == [(0, num_tokens), (num_tokens, 1)]
+    assert runner.ran == [(0, num_tokens), *[(num_tokens, 1)] * num_decode_steps]
 
 
 def config(folder: Path, **settings: Any) -> WorkerConfig:

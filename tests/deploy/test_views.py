@@ -36,6 +36,8 @@ USAGE = Usage(
     decode_cached_tokens=32,
     decode_computed_tokens=0,
     decode_recomputed_tokens=0,
+    drafted_tokens=0,
+    accepted_tokens=0,
     num_preemptions=0,
     num_steps=7,
     num_resumes=0,
@@ -118,6 +120,11 @@ def test_colocated_prompt_is_told_once_and_failures_are_told() -> None:
         "answer   1 token",
         "failures 2 placed again before the first token, 1 resumed after it",
     ]
+
+
+def test_guesses_are_told_where_there_were_any() -> None:
+    usage = replace(USAGE, output_tokens=120, num_steps=48, drafted_tokens=96, accepted_tokens=72)
+    assert summary_lines(usage, TIMELINE)[-1] == "answer   120 tokens in 48 steps, 72 of 96 guesses right"
 
 
 TIMES = [(0, "0 ms"), (0.00042, "0.4 ms"), (0.0099, "9.9 ms"), (1.2345, "1234 ms")]

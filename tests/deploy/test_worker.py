@@ -43,4 +43,4 @@ async def test_it_is_warm_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(deploy.worker, "load_runner", lambda config, folder: runner)
     monkeypatch.setattr(deploy.worker, "Worker", Worker)
     await serve_worker(cast(WorkerConfig, SimpleNamespace(model=str(tmp_path))))
-    assert ran_before_serving == [(0, 256), (256, 1)]  # a prompt and a decode step
+    assert ran_before_serving == [(0, 256), (256, 1), (256, 1)]  # a prompt, a decode step, and one with drafts

@@ -30,7 +30,7 @@ def runner(tmp_path: Path) -> TorchRunner:
 
 def test_a_told_layer_can_be_read_by_others(runner: TorchRunner) -> None:
     """By another stream, which does not wait for the one that computes: as a transfer does not."""
-    memory, other = runner._cache.memory, torch.cuda.Stream()  # [L, N, H, 2, B, D]
+    memory, other = runner.cache.memory, torch.cuda.Stream()  # [L, N, H, 2, B, D]
     seen: list[Tensor] = []
 
     def layer_done(layer: int) -> None:

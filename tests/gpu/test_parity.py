@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.runner import Chunk, Outcome
+from model.runner import Chunk, Outcome, SampledToken
 from model.torch_runner import TorchRunner
 from tests.model.parity import (
     BLOCK_SIZE,
@@ -66,7 +66,7 @@ def generate(runner: TorchRunner, prompts: list[list[int]], num_tokens: int) -> 
 
 
 def token_id(outcome: Outcome) -> int:
-    assert outcome is not None and not isinstance(outcome, Exception)
+    assert isinstance(outcome, SampledToken)
     return outcome.token_id
 
 

@@ -35,7 +35,7 @@ class Model:
         return Chunk(token_ids[start:end], start, blocks, GREEDY, token_ids[:end], num_prompt_tokens=end)
 
     def logits(self, *chunks: Chunk) -> Tensor:
-        return self.runner.logits(chunks)[0].cpu()
+        return self.runner.forward(chunks).logits.cpu()
 
     def expected(self, token_ids: Sequence[int], end: int | None = None) -> Tensor:
         """After the last of the first `end` tokens."""

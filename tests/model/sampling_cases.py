@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.runner import Chunk
+from model.sampling import Row
 from model.sampling_params import SamplingParams
 
 VOCAB = 300
@@ -45,12 +45,11 @@ FILTERS = {
 }
 
 
-def row(sampling: SamplingParams, history: list[int] | None = None, num_prompt_tokens: int = 1) -> Chunk:
-    history = [1] if history is None else history
-    return Chunk(history[-1:], len(history) - 1, (0,), sampling, history, num_prompt_tokens)
+def row(sampling: SamplingParams, history: list[int] | None = None, num_prompt_tokens: int = 1) -> Row:
+    return Row([1] if history is None else history, num_prompt_tokens, sampling)
 
 
-def mixed_rows(num_rows: int) -> list[Chunk]:
+def mixed_rows(num_rows: int) -> list[Row]:
     """Of every kind, each with a seed of its own."""
     kinds = [*FILTERS.values(), GREEDY, replace(GREEDY, repetition_penalty=2.0), replace(SAMPLED, num_logprobs=3)]
     return [

@@ -5,18 +5,19 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
 from model.engine import Engine, ScheduledChunk
 from model.kv_layout import KVLayout
-from model.runner import Chunk, LayerDone, NonFiniteLogits, Outcome, SampledToken, StepOutput
+from model.runner import Chunk, LayerDone, NoDrafting, NonFiniteLogits, Outcome, SampledToken, StepOutput
 from model.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
 
-class EchoRunner:
+class EchoRunner(NoDrafting):
     """Samples the last token of a chunk plus one; three layers. Fails for token 13, and has no logits after 17."""
 
     layout = KVLayout("x", "float32", 3, 1, 4)
@@ -105,6 +106,14 @@ async def until(condition: object) -> None:
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+async def test_drafts_count_against_the_budget() -> None:
+    drafting = ScheduledChunk(replace(chunk(4).chunk, num_draft_tokens=3))
+    first, second = Queue(drafting), Queue(chunk(20))
+    async with running(Engine(EchoRunner(), [first, second], max_step_tokens=6)):
+        await until(lambda: bool(second.sampled))
+    assert second.budgets[0] == 2
 
 
 async def test_the_budget_is_shared_in_order_and_results_go_back_to_their_owners() -> None:

@@ -56,6 +56,8 @@ def test_every_field_counts_for_fingerprint_and_difference() -> None:
         prints.add(other.fingerprint)
         assert LAYOUT.difference(other) == f"{name} is {value!r} there and {getattr(LAYOUT, name)!r} here"
     assert len(prints) == 1 + len(OTHERS)
+    other = changed(drafter="eagle:1", num_layers=LAYOUT.num_layers + 1)  # what the layer is there for
+    assert LAYOUT.difference(other) == f"drafter is 'eagle:1' there and {LAYOUT.drafter!r} here"
 
 
 def test_limits() -> None:

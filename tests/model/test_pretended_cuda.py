@@ -62,7 +62,7 @@ def test_runner_says_where_its_cache_is(tmp_path: Path, log: list[str]) -> None:
     build("llama", tmp_path)
     runner = load(tmp_path)
     assert (runner.kernels, runner.cache_device_id) == ("torch", 0)
-    assert runner.cache_address == runner._cache.memory.data_ptr()
+    assert runner.cache_address == runner.cache.memory.data_ptr()
 
 
 def test_expert_load_and_tokens_come_back_to_the_host(tmp_path: Path, log: list[str]) -> None:

@@ -19,8 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from model.runner import Chunk, NonFiniteLogits, SampledToken
-from model.sampling import COLDEST, sample
+from model.runner import NonFiniteLogits, SampledToken
+from model.sampling import COLDEST, Row, processed_scores, sample
 from model.sampling_params import SamplingParams
 from tests.model.sampling_cases import FILTERS, GREEDY, SAMPLED, VOCAB, mixed_rows, random_logits, row
 
@@ -34,21 +34,20 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def sampled_tokens(logits: Tensor, rows: list[Chunk]) -> list[SampledToken]:
+def sampled_tokens(logits: Tensor, rows: list[Row]) -> list[SampledToken]:
     outcomes = sample(logits, rows)
     tokens = [outcome for outcome in outcomes if isinstance(outcome, SampledToken)]
     assert len(tokens) == len(outcomes) == len(rows)
     return tokens
 
 
-def tokens(logits: Tensor, rows: list[Chunk]) -> list[int]:
+def tokens(logits: Tensor, rows: list[Row]) -> list[int]:
     return [sampled.token_id for sampled in sampled_tokens(logits, rows)]
 
 
-def processed(logits: Tensor, chunk: Chunk) -> Tensor:
+def processed(logits: Tensor, chunk: Row) -> Tensor:
     """What transformers and OpenAI's formula make of one row of logits, [V]."""
     params = chunk.sampling
-    assert params is not None
     ids, scores = torch.LongTensor([chunk.history]), logits.clone().unsqueeze(0)
     if params.repetition_penalty != 1.0:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
@@ -70,9 +69,8 @@ def processed(logits: Tensor, chunk: Chunk) -> Tensor:
     return scores[0]
 
 
-def draws(logits: Tensor, chunk: Chunk, num_draws: int) -> Counter[int]:
+def draws(logits: Tensor, chunk: Row, num_draws: int) -> Counter[int]:
     """Of the same row under different seeds."""
-    assert chunk.sampling is not None
     rows = [replace(chunk, sampling=replace(chunk.sampling, seed=seed)) for seed in range(num_draws)]
     return Counter(tokens(logits.expand(num_draws, -1), rows))
 
@@ -263,3 +261,42 @@ def test_a_forbidden_token_is_never_drawn_and_no_error() -> None:
     for params in (GREEDY, SAMPLED, replace(SAMPLED, top_p=0.5, top_k=3, min_p=0.1)):
         assert tokens(logits, [row(params)]) == [5]
     assert isinstance(sample(torch.full((1, 8), -math.inf), [row(GREEDY)])[0], NonFiniteLogits)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_processed_scores_are_the_references_up_to_a_constant(name: str) -> None:
+    logits = random_logits(3, seed=11)
+    likeliest = logits[0].topk(3).indices.tolist()
+    rows = [row(FILTERS[name], [5, 6, *likeliest], 3), row(GREEDY, [1, 2]), row(SAMPLED, [3])]
+    rows.append(replace(rows[0], history=[5, 6], drafted=tuple(likeliest)))  # where the history ends does not matter
+    logits = torch.cat([logits, logits[:1]])
+    before = logits.clone()
+    found = processed_scores(logits, rows)
+    assert torch.equal(logits, before)
+    assert torch.equal(found[3], found[0])
+    assert rows[3].position == rows[0].position == 5
+    for index in range(3):
+        expected = processed(logits[index], rows[index])
+        assert torch.equal(found[index].isinf(), expected.isinf())
+        torch.testing.assert_close(found[index].softmax(dim=-1), expected.softmax(dim=-1), rtol=1e-4, atol=1e-7)
+
+
+def test_processed_scores_of_greedy_rows_keep_their_argmax() -> None:
+    logits = random_logits(2, seed=9)
+    history = logits[0].topk(3).indices.tolist()
+    rows = [row(replace(GREEDY, repetition_penalty=3.0), history), row(replace(SAMPLED, top_k=5))]
+    assert processed_scores(logits, rows)[0].argmax() == tokens(logits, rows)[0]
+    torch.testing.assert_close(processed_scores(logits, rows)[0], processed(logits[0], rows[0]))
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 1e-44, 1e-300, 1e38])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_that_overflow_end_nobodys_step(penalty: float, temperature: float) -> None:
+    """The likeliest of the tokens that are rewarded beyond measure comes; other rows are as without it."""
+    logits = torch.tensor([[0.0, 1.0, 3.0, -2.0, 2.0]] * 2)
+    plain = SamplingParams(max_tokens=9, temperature=temperature, top_p=0.9, seed=5)
+    rows = [Row([0, 1, 3], 2, replace(plain, repetition_penalty=penalty)), Row([0, 1, 3], 2, plain)]
+    found = sample(logits, rows)
+    assert found[1:] == sample(logits[1:], rows[1:])
+    assert isinstance(found[0], SampledToken)
+    assert (found[0].token_id == 1) is (penalty < 1)

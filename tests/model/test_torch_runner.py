@@ -63,7 +63,7 @@ def test_runner_tells_about_itself(mixtral: Path) -> None:
 
 def test_layer_done_comes_when_the_layer_is_in_the_cache(mixtral: Path) -> None:
     runner = TorchRunner.load(mixtral, num_blocks=40)
-    memory = runner._cache.memory  # [L, N, H, 2, B, D]
+    memory = runner.cache.memory  # [L, N, H, 2, B, D]
     seen: list[tuple[int, list[bool]]] = []
 
     def layer_done(layer: int) -> None:
@@ -110,7 +110,7 @@ def test_a_sequence_whose_cache_is_damaged_has_no_token_and_its_neighbours_have_
     wanted = [Chunk(prompt[-1:], len(prompt) - 1, [i], GREEDY, prompt, 1) for i, prompt in enumerate(prompts)]
     runner.execute([Chunk(prompt, 0, [i]) for i, prompt in enumerate(prompts)])
     whole = runner.execute(wanted).sampled
-    runner._cache.memory[0, 1, 0, 1, 0] = torch.nan  # a value of the second sequence's first token
+    runner.cache.memory[0, 1, 0, 1, 0] = torch.nan  # a value of the second sequence's first token
     damaged = runner.execute(wanted).sampled
     assert isinstance(damaged[1], NonFiniteLogits)
     assert (damaged[0], damaged[2]) == (whole[0], whole[2])

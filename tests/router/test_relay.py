@@ -54,7 +54,7 @@ async def test_workers_get_resolved_sampling_and_each_other(fleet: FakeFleet, cl
     assert prefill.sampling == decode.sampling
     assert list(prefill.sampling.stop_token_ids) == [7, 2]
     present = {field.name for field, _ in prefill.sampling.ListFields()}
-    assert {field.name for field in prefill.sampling.DESCRIPTOR.fields} - present == {"logprobs"}
+    assert {field.name for field in prefill.sampling.DESCRIPTOR.fields} - present == {"logprobs", "max_draft_tokens"}
 
 
 async def test_first_token_comes_before_decodes_bytes_that_were_quicker(

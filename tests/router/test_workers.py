@@ -170,6 +170,7 @@ def test_load_of_a_replaced_worker_does_not_weigh_on_the_new_one(table: WorkerTa
         ({"layout": replace(LAYOUT, model_digest="m2")}, "model_digest is 'm2' there and 'm1' here"),
         ({"layout": replace(LAYOUT, dtype="bfloat16")}, "dtype is 'bfloat16' there and 'float32' here"),
         ({"layout": replace(LAYOUT, block_size=32, num_layers=3)}, "num_layers is 3 there and 2 here"),
+        ({"layout": replace(LAYOUT, drafter="eagle:1", num_layers=3)}, "drafter is 'eagle:1' there and '' here"),
         ({"tokenizer_digest": "t2"}, "tokenizer_digest is 't2' at the worker and 't1' at the router"),
     ],
 )

@@ -1,0 +1,116 @@
+"""One cell of the grid: a model, a batch, a set of prompts and a drafter, in every way of drafting.
+
+All ways decode the same prompts and take turns, a few tokens each, so that what else the machine does falls on all
+alike; after each round every way has emitted as many tokens as any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.decode_run import DecodeRun, DecodeStep, PrefilledPrompts
+from bench.speculation_figures import (
+    Figures,
+    acceptance_of,
+    coverage_of,
+    draft_cost,
+    experts_by_rows,
+    predicted_speedups,
+    seconds_of,
+    share_alike,
+    tokens_per_second,
+    verify_cost,
+)
+from decode.coverage import Routing
+from decode.draft_planner import AdaptiveDrafts, FixedDrafts, NoDrafts
+from decode.speculative_runner import SpeculativeRunner
+from model.block_pool import BlockPool
+from model.sampling_params import SamplingParams
+from model.torch_runner import TorchRunner
+
+TURN_TOKENS = 8  # per sequence
+LONGEST_DRAFT = 7
+OFF, ADAPTIVE = 0, -1  # the other ways are numbers of drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """A cell takes about `seconds`, but at least `least_rounds` rounds beside the first, which warms up."""
+
+    seconds: float
+    least_rounds: int = 4
+    most_rounds: int = 200
+    warm_up_tokens: int = 64  # per sequence, of a policy that does not know this size of batch
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """A drafter and its target. `adaptive` is that of a worker: it lives as long as the model is loaded."""
+
+    target: TorchRunner
+    drafting: SpeculativeRunner
+    adaptive: AdaptiveDrafts
+    lengths: Sequence[int]
+    max_context_tokens: int
+    sampling: SamplingParams
+
+    def measure(self, prompts: Sequence[Sequence[int]], batch: int, effort: Effort, *, warm_up: bool) -> Figures:
+        """`warm_up`: lets the policy try this batch before."""
+        begin = time.perf_counter()
+        pool = BlockPool(self.target.num_blocks)
+        prefilled = PrefilledPrompts(self.target, self.drafting, pool, prompts, self.sampling)
+        if warm_up:
+            run = DecodeRun(self.drafting, self.adaptive, prefilled, batch)
+            run.advance(effort.warm_up_tokens * batch)
+            run.close()
+        runs = self._runs(prefilled, batch)
+        order = list(runs)
+        for number in range(effort.most_rounds):
+            if number > effort.least_rounds and time.perf_counter() - begin > effort.seconds:
+                break
+            for way in order:
+                runs[way].advance((number + 1) * TURN_TOKENS * batch)
+            order = order[1:] + order[:1]
+            if number == 0:
+                for run in runs.values():
+                    run.steps.clear()
+        for run in runs.values():
+            run.close()
+        steps = {way: run.steps for way, run in runs.items()}
+        answers = {way: run.answers for way, run in runs.items()}
+        alike = share_alike(answers.pop(OFF), answers.values())
+        return self._figures(steps, alike)
+
+    def _runs(self, prompts: PrefilledPrompts, batch: int) -> dict[int, DecodeRun]:
+        runs = {OFF: DecodeRun(self.target, NoDrafts(), prompts, batch)}
+        for count in self.lengths:
+            planner = FixedDrafts(count, self.max_context_tokens)
+            runs[count] = DecodeRun(self.drafting, planner, prompts, batch)
+        runs[ADAPTIVE] = DecodeRun(self.drafting, self.adaptive, prompts, batch)
+        return runs
+
+    def _figures(self, steps: dict[int, list[DecodeStep]], alike: float) -> Figures:
+        config = self.target.config
+        routing = Routing(config.num_experts, config.num_experts_per_token) if config.num_experts else None
+        every = [step for run in steps.values() for step in run]
+        acceptance = acceptance_of(every, LONGEST_DRAFT)
+        coverage = coverage_of(every, routing)
+        plain = tokens_per_second(steps[OFF])
+        plain_step_s = seconds_of(steps[OFF]) / len(steps[OFF])
+        asked = [draft.num_asked for step in steps[ADAPTIVE] for draft in step.drafts]
+        return Figures(
+            plain_tokens_per_s=plain,
+            plain_step_s=plain_step_s,
+            fixed={count: tokens_per_second(steps[count]) / plain for count in self.lengths},
+            predicted=predicted_speedups(list(steps.values()), acceptance, self.lengths, coverage),
+            adaptive=tokens_per_second(steps[ADAPTIVE]) / plain,
+            adaptive_length=sum(asked) / sum(step.num_sequences for step in steps[ADAPTIVE]),
+            acceptance=acceptance,
+            draft_cost=draft_cost(every, plain_step_s),
+            verify_cost={count: verify_cost(steps[count], plain_step_s) for count in self.lengths},
+            experts=experts_by_rows(every),
+            beta=None if coverage is None else coverage.beta,
+            alike=alike,
+        )

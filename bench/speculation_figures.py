@@ -1,0 +1,176 @@
+"""From steps to figures: rates and their ratios, acceptance by position, and what the formula makes of them.
+
+Letters: B sequences, K drafts asked of each, E tokens that a step emits of one sequence, T seconds of a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.decode_run import DecodeStep
+from decode.coverage import ExpertCoverage, Routing
+from decode.step_time import StepShape, StepTime
+
+STALL = 4.0  # a step that took more than so many medians was held up by something else, and counts as so many
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """By position: chance that a draft stands if proposed and all before it stand, None where none got so far; share
+    of the drafts asked for that were proposed."""
+
+    rates: tuple[float | None, ...]
+    proposed: tuple[float, ...]
+
+    def expected(self, num_drafts: int) -> float:
+        """E of a step that asks for so many: what the formula says."""
+        total = survival = 1.0
+        for rate, proposed in zip(self.rates[:num_drafts], self.proposed[:num_drafts], strict=True):
+            survival *= rate or 0.0
+            total += survival * proposed
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one model, batch, set and drafter. `fixed` and `predicted` are ratios to no drafting in the same run, by K;
+    `draft_cost` is c, a draft in plain steps; `experts` are distinct ones per layer, measured, by rows of a step."""
+
+    plain_tokens_per_s: float
+    plain_step_s: float
+    fixed: Mapping[int, float]
+    predicted: Mapping[int, float]
+    adaptive: float
+    adaptive_length: float  # drafts it asked for, per sequence and step
+    acceptance: Acceptance
+    draft_cost: float
+    verify_cost: Mapping[int, float]  # by K, in plain steps: the step without its drafting
+    experts: Mapping[int, float]
+    beta: float | None
+    alike: float  # share of the answers that are the same as without drafting
+
+    @property
+    def best_fixed(self) -> float:
+        """No drafting at all among them."""
+        return max([1.0, *self.fixed.values()])
+
+    @property
+    def adaptive_vs_best_fixed(self) -> float:
+        return self.adaptive / self.best_fixed
+
+    @property
+    def errors(self) -> dict[int, float]:
+        """Of the prediction, relative, by K."""
+        return {count: abs(self.predicted[count] / self.fixed[count] - 1.0) for count in self.fixed}
+
+
+def seconds_of(steps: Sequence[DecodeStep]) -> float:
+    """Of all steps together, with stalls cut short: they hit whoever is running."""
+    limit = STALL * statistics.median(step.seconds for step in steps)
+    return sum(min(step.seconds, limit) for step in steps)
+
+
+def tokens_per_second(steps: Sequence[DecodeStep]) -> float:
+    return sum(step.num_tokens for step in steps) / seconds_of(steps)
+
+
+def acceptance_of(steps: Iterable[DecodeStep], longest: int) -> Acceptance:
+    counts = np.zeros((4, longest))  # looked at, stood, asked for, proposed
+    positions = np.arange(longest)
+    for step in steps:
+        for draft in step.drafts:
+            num_looked = min(draft.num_accepted + 1, draft.num_drafted)
+            ends = np.array([[num_looked], [draft.num_accepted], [draft.num_asked], [draft.num_drafted]])
+            counts += positions < ends
+    looked, stood, asked, proposed = counts.tolist()
+    return Acceptance(
+        tuple(part / whole if whole else None for part, whole in zip(stood, looked, strict=True)),
+        tuple(part / whole if whole else 0.0 for part, whole in zip(proposed, asked, strict=True)),
+    )
+
+
+def draft_cost(steps: Iterable[DecodeStep], plain_step_s: float) -> float:
+    """c: a draft of every sequence that drafts, in plain steps."""
+    drafting = [step for step in steps if step.longest_draft]
+    num_drafts = sum(step.longest_draft for step in drafting)
+    return sum(step.draft_s for step in drafting) / num_drafts / plain_step_s if num_drafts else 0.0
+
+
+def verify_cost(steps: Sequence[DecodeStep], plain_step_s: float) -> float:
+    """A step without its drafting, in plain steps."""
+    return (seconds_of(steps) / len(steps) - statistics.fmean(step.draft_s for step in steps)) / plain_step_s
+
+
+def experts_by_rows(steps: Iterable[DecodeStep]) -> dict[int, float]:
+    counts: dict[int, list[float]] = {}
+    for step in steps:
+        if step.num_distinct_experts is not None:
+            counts.setdefault(step.num_rows, []).append(step.num_distinct_experts)
+    return {num_rows: statistics.fmean(values) for num_rows, values in sorted(counts.items())}
+
+
+def coverage_of(steps: Iterable[DecodeStep], routing: Routing | None) -> ExpertCoverage | None:
+    """With beta as these steps say; None without experts."""
+    if routing is None:
+        return None
+    coverage = ExpertCoverage(routing)
+    for step in steps:
+        if step.num_distinct_experts is not None:
+            coverage.observe(step.num_sequences, step.num_rows, step.num_distinct_experts)
+    return coverage
+
+
+def predicted_speedups(
+    runs: Sequence[Sequence[DecodeStep]],
+    acceptance: Acceptance,
+    lengths: Sequence[int],
+    coverage: ExpertCoverage | None,
+) -> dict[int, float]:
+    """E(K) / T(B, K) in units of the plain step, as the policy forecasts it: by K.
+
+    E follows from chances that are those of all runs together, T from the model of step times that the policy has,
+    which has seen the steps of all runs in the order in which they ran.
+    """
+    longest = len(acceptance.rates)
+    times = StepTime(longest, coverage)
+    for step in _interleaved(runs):
+        asked = sum(draft.num_asked for draft in step.drafts)
+        drafted = step.num_rows - step.num_sequences
+        shape = StepShape(step.num_sequences, step.num_context_tokens, drafted, asked, step.longest_draft)
+        times.observe(shape, step.seconds - step.draft_s, step.draft_s)
+    batch = runs[0][0].num_sequences
+    context = round(statistics.fmean(step.num_context_tokens for run in runs for step in run))
+    forecast = times.forecast(batch, context, batch * longest, longest)
+    drafts = np.arange(batch * longest + 1, dtype=np.float64)
+    speedups = {}
+    for count in lengths:
+        num_proposed = batch * sum(acceptance.proposed[:count])
+        seconds = float(np.interp(num_proposed, drafts, forecast.verify_s))
+        seconds += float(forecast.draft_s[count] + forecast.draft_token_s[count] * batch * count)
+        speedups[count] = acceptance.expected(count) * float(forecast.verify_s[0]) / seconds
+    return speedups
+
+
+def _interleaved(runs: Sequence[Sequence[DecodeStep]]) -> list[DecodeStep]:
+    """The runs took turns and emitted as many tokens each: the steps of one lie evenly among those of the others."""
+    placed = [(place / len(run), index) for index, run in enumerate(runs) for place in range(len(run))]
+    following = [iter(run) for run in runs]
+    return [next(following[index]) for _, index in sorted(placed)]
+
+
+def share_alike(answers: Mapping[int, Sequence[int]], others: Iterable[Mapping[int, Sequence[int]]]) -> float:
+    """Of the answers that both have, how many are the same as far as both go: all, unless logits are equal to a hair.
+
+    1 if there is nothing to compare.
+    """
+    pairs = [(answers[index], other[index]) for other in others for index in answers.keys() & other.keys()]
+    same = [all(a == b for a, b in zip(mine, theirs, strict=False)) for mine, theirs in pairs]
+    return statistics.fmean(same) if same else 1.0
+
+
+def percentile_90(values: Sequence[float]) -> float | None:
+    return float(np.quantile(values, 0.9)) if values else None

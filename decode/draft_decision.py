@@ -1,0 +1,70 @@
+"""The words between those who schedule a step and the policy on its drafts: demand, decision, outcome."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from decode.acceptance import DraftOutcome
+
+
+class DraftReason(enum.StrEnum):
+    FASTEST = "fastest"  # drafts, because that is expected to be fastest
+    PLAIN_FASTEST = "plain_fastest"  # no drafts, for the same reason
+    NO_ROOM = "no_room"  # no sequence may draft
+    NO_TIMES = "no_times"  # no step was measured yet: a plain one comes first
+    TRY_SHAPE = "try_shape"  # a step of this size may be faster than forecast
+    TRY_PLAIN = "try_plain"  # the plain step's time is old
+    PROBE = "probe"  # plain would be fastest, but a sequence is tried again
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDemand:
+    """A running sequence, and how many drafts it may have at most (see `most_useful_drafts`)."""
+
+    sequence_id: str
+    most_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDecision:
+    """`draft_lengths[i]` belongs to demand i. Forecasts are of all sequences together; NaN where nothing is known."""
+
+    draft_lengths: tuple[int, ...]
+    reason: DraftReason
+    probed_ids: tuple[str, ...] = ()
+    num_expected_tokens: float = math.nan
+    expected_s: float = math.nan
+    plain_s: float = math.nan
+    best_num_tokens: float = math.nan  # of the choice that seemed fastest
+    best_s: float = math.nan
+    expected_draft_s: float = math.nan  # of `expected_s`, the drafter's part
+
+    @property
+    def expected_speedup(self) -> float:
+        """Against a plain step for the same sequences."""
+        return self.num_expected_tokens / len(self.draft_lengths) * self.plain_s / self.expected_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step did and took. `drafts`: of the sequences that drafted. `num_distinct_experts`: mean over layers."""
+
+    num_sequences: int
+    num_context_tokens: int
+    drafts: tuple[DraftOutcome, ...]
+    verify_s: float
+    draft_s: float
+    num_distinct_experts: float | None = None
+
+
+def most_useful_drafts(
+    num_tokens_left: int, num_context_left: int, longest_draft: int, requested: int | None = None
+) -> int:
+    """`num_tokens_left`: to max_tokens; a step emits one token beside its drafts, and none may come after the last.
+
+    `num_context_left`: positions the model has behind the sequence's last token. `requested`: 0 is off.
+    """
+    limits = [num_tokens_left - 1, num_context_left, longest_draft]
+    return max(0, min(limits if requested is None else [*limits, requested]))

@@ -1,0 +1,156 @@
+"""Between scheduler and policy: asks how much to draft for the batch at hand, and reports what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+import numpy as np
+
+from decode import metrics
+from decode.acceptance import DraftOutcome
+from decode.decoding import DecodeSequence
+from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome, most_useful_drafts
+from decode.draft_meter import DraftMeter
+from decode.draft_policy import DraftPolicy
+from model.runner import Outcome, StepOutput, VerifiedDraft
+
+
+class DraftPlanner(Protocol):
+    """Says how much to draft, and learns from what became of it. Event loop only."""
+
+    def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
+        """Drafts for each of these, which all run in the next step, at most `num_tokens` together with their tokens."""
+        ...
+
+    def withdraw(self, decoding: DecodeSequence) -> None:
+        """Of what was planned this one gets nothing: there are no blocks for it."""
+        ...
+
+    def learn(self, results: Items[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
+        """What became of a step; `was_mixed` if prompts were computed in it, too."""
+        ...
+
+    def forget(self, decoding: DecodeSequence) -> None:
+        """The sequence has ended."""
+        ...
+
+
+class NoDrafts:
+    """The planner of a worker without a drafter."""
+
+    def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
+        return [0] * len(decoding)
+
+    def withdraw(self, decoding: DecodeSequence) -> None:
+        """Nothing to take back that is kept."""
+
+    def learn(self, results: Items[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
+        """There is nothing to learn."""
+
+    def forget(self, decoding: DecodeSequence) -> None:
+        """Nothing is known of it."""
+
+
+class FixedDrafts(NoDrafts):
+    """So many for everybody, where they can be of use."""
+
+    def __init__(self, num_drafts: int, max_context_tokens: int) -> None:
+        self._num_drafts = num_drafts
+        self._max_context_tokens = max_context_tokens
+
+    def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
+        spare = num_tokens - len(decoding)
+        counts = []
+        for each in decoding:
+            counts.append(min(spare, most_drafts(each, self._num_drafts, self._max_context_tokens)))
+            spare -= counts[-1]
+        metrics.DRAFTS.chosen(counts)
+        return counts
+
+
+class AdaptiveDrafts:
+    """By `DraftPolicy`: what is expected to emit most tokens per second."""
+
+    def __init__(self, policy: DraftPolicy, longest_draft: int, max_context_tokens: int) -> None:
+        self.policy = policy
+        self.meter = DraftMeter()
+        self._longest_draft = longest_draft
+        self._max_context_tokens = max_context_tokens
+        self._decision = DraftDecision((), DraftReason.NO_ROOM)
+        self._asked: dict[DecodeSequence, int] = {}
+        self._num_context_tokens = 0
+
+    def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
+        if not decoding:
+            self._asked = {}  # of a step that failed nothing is learnt
+            return []
+        demands = [
+            DraftDemand(each.sequence.sequence_id, most_drafts(each, self._longest_draft, self._max_context_tokens))
+            for each in decoding
+        ]
+        self._num_context_tokens = sum(each.sequence.num_tokens for each in decoding)
+        self._decision = self.policy.choose(demands, self._num_context_tokens, num_tokens - len(decoding))
+        self._asked = dict(zip(decoding, self._decision.draft_lengths, strict=True))
+        metrics.DECISIONS.labels(self._decision.reason).inc()
+        metrics.DRAFTS.chosen(self._decision.draft_lengths)
+        return self._decision.draft_lengths
+
+    def withdraw(self, decoding: DecodeSequence) -> None:
+        self._asked[decoding] = 0
+
+    def learn(self, results: Items[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
+        drafts = []
+        for decoding, outcome in results:
+            asked = self._asked.get(decoding, 0)
+            if asked and isinstance(outcome, VerifiedDraft):
+                num_accepted = len(outcome.tokens) - 1
+                drafts.append(DraftOutcome(decoding.sequence.sequence_id, asked, outcome.num_drafted, num_accepted))
+            elif asked and not decoding.sequence.drafting.failed:
+                drafts.append(DraftOutcome(decoding.sequence.sequence_id, asked, 0, 0))
+        if not self._asked:
+            return
+        step = StepOutcome(
+            num_sequences=len(self._asked),
+            num_context_tokens=self._num_context_tokens,
+            drafts=tuple(drafts),
+            verify_s=0.0 if was_mixed else output.compute_s - output.draft_s,
+            draft_s=output.draft_s,
+            num_distinct_experts=None if was_mixed else _distinct_experts(output),
+        )
+        self._measure(step)
+        self.policy.observe(self._decision, step)
+        self._asked = {}
+
+    def _measure(self, step: StepOutcome) -> None:
+        num_drafted = sum(draft.num_drafted for draft in step.drafts)
+        num_experts = 0.0
+        if self.policy.coverage is not None and step.num_distinct_experts is not None:
+            num_rows = np.array([float(step.num_sequences + num_drafted)])
+            num_experts = float(self.policy.coverage.predict(step.num_sequences, num_rows)[0])
+            if num_drafted:
+                metrics.EXPERTS.observe(step.num_distinct_experts)
+        self.meter.observe(self._decision, step, num_experts)
+
+    def forget(self, decoding: DecodeSequence) -> None:
+        self.policy.forget([decoding.sequence.sequence_id])
+
+
+def most_drafts(decoding: DecodeSequence, longest_draft: int, max_context_tokens: int) -> int:
+    """Beyond which no draft of this sequence can be of use, or is allowed."""
+    sequence = decoding.sequence
+    if sequence.drafting.failed:
+        return 0
+    return most_useful_drafts(
+        sequence.sampling.max_tokens - sequence.num_output_tokens,
+        max_context_tokens - sequence.num_tokens,
+        longest_draft,
+        sequence.sampling.max_draft_tokens,
+    )
+
+
+def _distinct_experts(output: StepOutput) -> float | None:
+    """Per layer, on average."""
+    if not len(output.expert_load):
+        return None
+    return sum(sum(count > 0 for count in layer) for layer in output.expert_load) / len(output.expert_load)

@@ -1,0 +1,82 @@
+"""Which token a drafter takes where it has logits, so that verification can be exact about it.
+
+Letters: S sequences, D draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode.verification import Method
+from model.randomness import Purpose, seed_tensor
+from model.sampling import Row, choose, noisy_argmax, processed_scores
+
+
+class DraftSampling:
+    """For a drafter whose logits are those of the token ids `vocabulary` [D], ascending (None: of all)."""
+
+    def __init__(self, vocab_size: int, vocabulary: Tensor | None, method: Method) -> None:
+        self.vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        self._method = method
+
+    def keeps_laws(self, row: Row) -> bool:
+        """Whether the drafts of this sequence are drawn at random, so that their laws have to be handed over."""
+        return self._method is not Method.COUPLED and not row.sampling.is_greedy
+
+    def choose(self, logits: Tensor, rows: Sequence[Row]) -> tuple[list[int | None], dict[int, Tensor]]:
+        """A token for each row from `logits` [S, D], and by row the laws [D] of those that were drawn at random.
+
+        None where the logits are not finite: neither the filters nor verification can do anything with them.
+        """
+        highest, chosen = logits.max(dim=-1)
+        chosen = chosen if self.vocabulary is None else self.vocabulary[chosen]
+        likeliest = chosen.where(highest.isfinite(), -1).tolist()  # a maximum carries NaN along
+        tokens: list[int | None] = [None if token < 0 else token for token in likeliest]
+        special = [index for index, row in enumerate(rows) if not row.is_plain_greedy and tokens[index] is not None]
+        laws: dict[int, Tensor] = {}
+        if special:
+            wide = self._widened(logits[special])
+            drawn = [place for place, index in enumerate(special) if self.keeps_laws(rows[index])]
+            compared = [place for place, index in enumerate(special) if not self.keeps_laws(rows[index])]
+            if compared:
+                as_plain = choose(wide[compared], [rows[special[place]] for place in compared])
+                for place, token in zip(compared, as_plain.tolist(), strict=True):
+                    tokens[special[place]] = token
+            if drawn:
+                own = [rows[special[place]] for place in drawn]
+                scores = processed_scores(wide[drawn], own)
+                picked = _draw(scores, own)
+                parts = scores.softmax(dim=-1)
+                parts = parts if self.vocabulary is None else parts[:, self.vocabulary]
+                for place, token, law in zip(drawn, picked, parts, strict=True):
+                    tokens[special[place]] = token
+                    laws[special[place]] = law
+        return tokens, laws
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """[S, D] -> float32 [S, V], with the tokens that cannot be drafted at -infinity."""
+        if self.vocabulary is None:
+            return logits.float()
+        wide = logits.new_full((len(logits), self._vocab_size), -math.inf, dtype=torch.float32)
+        wide[:, self.vocabulary] = logits.float()
+        return wide
+
+
+def _draw(scores: Tensor, rows: Sequence[Row]) -> list[int]:
+    """By noise that belongs to where the draft begins and to the place in it: each step draws anew."""
+    tokens = torch.empty(len(rows), dtype=torch.int64)
+    by_place: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        by_place.setdefault(len(row.drafted), []).append(index)
+    for place, indexes in by_place.items():
+        seeds = seed_tensor([rows[index].sampling.seed for index in indexes], scores.device)
+        begins = torch.tensor([len(rows[index].history) for index in indexes], device=scores.device)
+        part = scores if len(indexes) == len(rows) else scores[indexes]
+        tokens[indexes] = noisy_argmax(part, seeds, begins, Purpose.DRAFT, place * scores.shape[1]).cpu()
+    picked: list[int] = tokens.tolist()
+    return picked

@@ -1,0 +1,148 @@
+"""The training loop of draft heads, EAGLE and Medusa alike: batches, schedule, checkpoints, held-out acceptance."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from decode.eagle_training import Batch
+from decode.head_data import HeadData
+
+Losses = Callable[[Batch], tuple[list[Tensor], list[Tensor]]]
+"""Of one batch, by position in the draft: losses, and the share accepted up to there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    num_steps: int
+    tokens_per_batch: int = 4096
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    later_weight: float = 0.85  # of each further position's loss, relative to the one before
+    checkpoint_every: int = 50
+    max_tokens: int = 512  # of an example; the rest is left out
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    step: int
+    loss: float
+    acceptance: tuple[float, ...]
+
+
+def batches(data: HeadData, indexes: Sequence[int], options: TrainingOptions, start: int) -> Iterator[Batch]:
+    """For ever, epoch after epoch, each in an order of its own; from batch `start` on."""
+    count, epoch = 0, 0
+    while True:
+        order = list(indexes)
+        random.Random(options.seed * 7919 + epoch).shuffle(order)
+        for group in _groups(data, order, options):
+            if count >= start:
+                yield collate(data, group, options.max_tokens)
+            count += 1
+        epoch += 1
+
+
+def _groups(data: HeadData, order: Sequence[int], options: TrainingOptions) -> Iterator[list[int]]:
+    """Examples of like length together, so that little is padded; then the groups in random order."""
+    window = [sorted(order[first : first + 256], key=data.length) for first in range(0, len(order), 256)]
+    groups: list[list[int]] = []
+    for part in window:
+        group: list[int] = []
+        for index in part:
+            longest = min(data.length(index), options.max_tokens)
+            if group and longest * (len(group) + 1) > options.tokens_per_batch:
+                groups.append(group)
+                group = []
+            group.append(index)
+        groups.append(group)
+    random.Random(options.seed + len(groups)).shuffle(groups)
+    yield from groups
+
+
+def collate(data: HeadData, indexes: Sequence[int], max_tokens: int) -> Batch:
+    examples = [data[index] for index in indexes]
+    learns = []
+    for example in examples:
+        mask = torch.zeros(len(example.token_ids), dtype=torch.bool)
+        mask[example.first_answer - 1 : -1] = True  # the last token's next one is unknown
+        learns.append(mask[:max_tokens])
+    return Batch(
+        token_ids=pad_sequence([e.token_ids[:max_tokens] for e in examples], batch_first=True),
+        features=pad_sequence([e.features[:max_tokens] for e in examples], batch_first=True),
+        hidden=pad_sequence([e.hidden[:max_tokens] for e in examples], batch_first=True),
+        learns=pad_sequence(learns, batch_first=True),
+    )
+
+
+def train(
+    module: nn.Module,
+    losses: Losses,
+    data: HeadData,
+    indexes: Sequence[int],
+    options: TrainingOptions,
+    checkpoint: Path,
+    report: Callable[[Progress], None],
+) -> None:
+    """Trains in bfloat16 on float32 parameters, and goes on from `checkpoint` if there is one."""
+    optimizer = torch.optim.AdamW(module.parameters(), options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    step = _restore(module, optimizer, checkpoint)
+    for batch in batches(data, indexes, options, start=step):
+        if step >= options.num_steps:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * _schedule(step, options)
+        with torch.autocast("cpu", torch.bfloat16):
+            by_position, accepted = losses(batch)
+            weights = [options.later_weight**position for position in range(len(by_position))]
+            loss = torch.stack([w * each for w, each in zip(weights, by_position, strict=True)]).sum() / sum(weights)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        report(Progress(step, loss.item(), tuple(a.item() for a in accepted)))
+        if step % options.checkpoint_every == 0 or step == options.num_steps:
+            _save(module, optimizer, checkpoint, step)
+
+
+@torch.no_grad()
+def held_out(losses: Losses, data: HeadData, indexes: Sequence[int], options: TrainingOptions) -> Progress:
+    """Loss and acceptance over examples that were never trained on, each batch weighted alike."""
+    found = []
+    for group in _groups(data, indexes, options):
+        with torch.autocast("cpu", torch.bfloat16):
+            by_position, accepted = losses(collate(data, group, options.max_tokens))
+        found.append(torch.stack([torch.stack(by_position).float(), torch.stack(accepted).float()]))
+    loss, acceptance = torch.stack(found).mean(0)
+    return Progress(0, loss.mean().item(), tuple(acceptance.tolist()))
+
+
+def _schedule(step: int, options: TrainingOptions) -> float:
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    done = (step - options.warmup_steps) / max(1, options.num_steps - options.warmup_steps)
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def _save(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, step: int) -> None:
+    partial = path.with_suffix(".part")
+    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
+    partial.replace(path)
+
+
+def _restore(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> int:
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    module.load_state_dict(state["module"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])

@@ -1,0 +1,112 @@
+"""Measures a trained head on prompts it never saw, and writes what it found into the head's card.
+
+`python -m decode.measure_head --head DIR --prompts DIR`: how often the first, second, ... drafted token stands, by
+prompt set and target, greedy. A model beside the one it was trained for may be named, too: the card then lists it as
+a target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from decode.decoding import DecodeSequence
+from decode.draft_head import CARD, DraftHead, HeadCard
+from decode.draft_planner import FixedDrafts
+from decode.drafter import Drafter
+from decode.eagle import EagleDrafter
+from decode.generations import answer, read_prompts
+from decode.medusa import MedusaDrafter
+from decode.speculative_runner import SpeculativeRunner
+from decode.verification import Method
+from model.cache_folder import default_cache
+from model.checkpoint import model_digest
+from model.config import ModelConfig
+from model.model_source import resolve_model
+from model.runner import Outcome, StepOutput, VerifiedDraft
+from model.sampling_params import SamplingParams
+from model.tokenizer import Tokenizer
+from model.torch_runner import TorchRunner
+
+NUM_BLOCKS = 2048
+
+
+class Counting(FixedDrafts):
+    """`num_tried[i]`: drafts with a token at position i whose tokens before it stood; `num_stood[i]` of them stood."""
+
+    def __init__(self, num_drafts: int, max_context_tokens: int) -> None:
+        super().__init__(num_drafts, max_context_tokens)
+        self.num_tried, self.num_stood = [0] * num_drafts, [0] * num_drafts
+
+    def learn(self, results: Sequence[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
+        for _, outcome in results:
+            if isinstance(outcome, VerifiedDraft):
+                num_accepted = len(outcome.tokens) - 1
+                for position in range(min(num_accepted + 1, outcome.num_drafted)):
+                    self.num_tried[position] += 1
+                    self.num_stood[position] += position < num_accepted
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Of each position, given that all before it stand."""
+        return [round(stood / max(1, tried), 4) for stood, tried in zip(self.num_stood, self.num_tried, strict=True)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m decode.measure_head", description=__doc__)
+    parser.add_argument("--head", type=Path, required=True, help="folder of the head")
+    parser.add_argument("--prompts", type=Path, required=True, help="folder of *.jsonl, a set each")
+    parser.add_argument("--model", default="demo-dense", help="the target")
+    parser.add_argument("--drafts", type=int, default=4, help="tokens drafted in each step")
+    parser.add_argument("--max-prompts", type=int, default=80, help="of each set")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
+    given = parser.parse_args(arguments)
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    console = Console(stderr=True, highlight=False)
+    folder = resolve_model(given.model, default_cache())
+    digest = model_digest(folder)
+    card = HeadCard.read(given.head)
+    config = ModelConfig.from_folder(folder)
+    known = digest if digest in card.targets.values() else next(iter(card.targets.values()), digest)
+    head = DraftHead.load(given.head, card.kind, config, known)
+    _add_target(given.head, given.model, digest)  # not before it is known to fit
+    num_layers = EagleDrafter.num_layers if card.kind == "eagle" else MedusaDrafter.num_layers
+    target = TorchRunner.load(folder, num_blocks=NUM_BLOCKS, num_draft_layers=num_layers, drafter=head.name)
+    kind = EagleDrafter if card.kind == "eagle" else MedusaDrafter
+    drafter: Drafter = kind(target, head, Method.BLOCK)
+    runner = SpeculativeRunner(target, drafter, Method.BLOCK)
+    tokenizer = Tokenizer.load(folder)
+    sampling = SamplingParams(max_tokens=given.max_tokens, temperature=0.0, stop_token_ids=tokenizer.eos_token_ids)
+    found = {}
+    for file in sorted(given.prompts.glob("*.jsonl")):
+        planner = Counting(given.drafts, config.max_position_embeddings)
+        asked = [(prompt, sampling) for prompt in read_prompts(file)[: given.max_prompts]]
+        asyncio.run(answer(runner, tokenizer, asked, lambda index, decoding: None, planner=planner))
+        found[file.stem] = planner.acceptance
+        shares = " ".join(f"{share:.0%}" for share in planner.acceptance)
+        console.print(f"{given.model:12} {file.stem:12} {len(asked):3} prompts  accepted after those before: {shares}")
+    _update(given.head, lambda raw: raw["about"].setdefault("acceptance", {}).__setitem__(given.model, found))
+
+
+def _add_target(folder: Path, name: str, digest: str) -> None:
+    _update(folder, lambda raw: raw["targets"].__setitem__(name, digest))
+
+
+def _update(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / CARD
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    change(raw)
+    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

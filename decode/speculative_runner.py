@@ -1,0 +1,206 @@
+"""A runner that drafts: what a drafter guesses is run behind each sequence's last token, and verified in the same step.
+
+It implements `model.runner.ModelRunner`, so schedulers and engine need not know: a chunk says how many drafts it may
+have, and gets as many tokens as stand.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.drafter import Drafter, Observed
+from decode.verification import Method, Verdict, emitted, verify
+from model.kv_layout import KVLayout
+from model.runner import (
+    Chunk,
+    DraftingState,
+    LayerDone,
+    NonFiniteLogits,
+    Outcome,
+    StepOutput,
+    VerifiedDraft,
+)
+from model.torch_runner import TorchRunner
+from model.transformer import ForwardOutput
+
+logger = logging.getLogger(__name__)
+
+NO_DRAFT = Draft()
+_STATE = "state"
+
+
+class SpeculativeRunner:
+    def __init__(self, target: TorchRunner, drafter: Drafter, method: Method) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._method = method
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._target.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._target.num_blocks
+
+    @property
+    def kernels(self) -> str:
+        return self._target.kernels
+
+    @property
+    def cache_address(self) -> int:
+        return self._target.cache_address
+
+    @property
+    def cache_device_id(self) -> int:
+        return self._target.cache_device_id
+
+    @torch.inference_mode()
+    def execute(self, chunks: Sequence[Chunk], layer_done: LayerDone | None = None) -> StepOutput:
+        begin = time.perf_counter()
+        try:
+            drafts, num_failed = self._propose(chunks)
+            draft_s = time.perf_counter() - begin
+            step = _Step(chunks, drafts)
+            output = self._target.forward(step.extended, layer_done, num_rows=step.num_rows, taps=self._drafter.taps)
+            outcomes, verdicts = self._verify(step, output)
+            observed = step.observed(outcomes, verdicts)
+            num_failed += self._observe(observed, output)
+            self._tell_draft_layers(layer_done)
+        finally:
+            self._target.wait_for_device()
+        load = output.expert_load
+        return StepOutput(
+            outcomes,
+            compute_s=time.perf_counter() - begin,
+            expert_load=load.tolist() if load is not None else (),
+            draft_s=draft_s,
+            num_failed_drafts=num_failed,
+        )
+
+    def export_drafting(self, drafting: DraftingState) -> bytes:
+        state = None if drafting.failed else self._drafter.export(drafting)
+        return b"" if state is None else save({_STATE: state.contiguous().cpu()})
+
+    def restore_drafting(self, drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
+        if not state:
+            drafting.failed = self._drafter.num_layers > 0  # its KV is not all there
+            return
+        self._drafter.restore(drafting, num_computed_tokens, _read(state))
+
+    def _tell_draft_layers(self, layer_done: LayerDone | None) -> None:
+        if layer_done is None or not self._drafter.num_layers:
+            return
+        self._target.wait_for_device()  # what the drafter has run may only be queued yet
+        for layer in range(self.layout.num_layers - self._drafter.num_layers, self.layout.num_layers):
+            layer_done(layer)
+
+    def _propose(self, chunks: Sequence[Chunk]) -> tuple[list[Draft], int]:
+        """A draft for each chunk. One that cannot be made ends drafting for its sequence, never the request."""
+        drafts = [NO_DRAFT] * len(chunks)
+        wanting = [index for index, chunk in enumerate(chunks) if chunk.num_draft_tokens and not chunk.drafting.failed]
+        if not wanting:
+            return drafts, 0
+        try:
+            made = self._drafter.propose([chunks[index] for index in wanting])
+        except Exception:
+            logger.exception("drafting for %d sequences failed; they go on without", len(wanting))
+            return drafts, _fail([chunks[index] for index in wanting])
+        for index, draft in zip(wanting, made, strict=True):
+            drafts[index] = draft
+        return drafts, sum(chunks[index].drafting.failed for index in wanting)
+
+    def _verify(self, step: _Step, output: ForwardOutput) -> tuple[tuple[Outcome, ...], list[Verdict | None]]:
+        """By chunk; a verdict is None where no token was wanted or there is none to be had."""
+        chunks = [step.chunks[index] for index in step.wanting]
+        drafts = [step.drafts[index] for index in step.wanting]
+        outcomes: list[Outcome] = [None] * len(step.chunks)
+        verdicts: list[Verdict | None] = [None] * len(step.chunks)
+        if not chunks:
+            return tuple(outcomes), verdicts
+        found = verify(output.logits, chunks, drafts, self._method)
+        tokens = emitted(output.logits, chunks, drafts, found)
+        for index, draft, verdict, emission in zip(step.wanting, drafts, found, tokens, strict=True):
+            verdicts[index] = verdict
+            if verdict is None:
+                outcomes[index] = NonFiniteLogits("the logits are not finite")
+            elif draft.token_ids:
+                outcomes[index] = VerifiedDraft(emission, len(draft.token_ids))
+            else:
+                outcomes[index] = emission[0]
+        return tuple(outcomes), verdicts
+
+    def _observe(self, observed: Sequence[Observed], output: ForwardOutput) -> int:
+        """Tells the drafter. If it fails, the step's tokens stand all the same; those sequences draft no more."""
+        observed = [seen for seen in observed if not seen.chunk.drafting.failed]
+        try:
+            self._drafter.observe(observed, output)
+        except Exception:
+            logger.exception("the drafter could not follow %d sequences; they go on without", len(observed))
+            return _fail([seen.chunk for seen in observed])
+        return 0
+
+
+class _Step:
+    """Where the rows of a step's chunks are, with their drafts behind them."""
+
+    def __init__(self, chunks: Sequence[Chunk], drafts: Sequence[Draft]) -> None:
+        self.chunks = chunks
+        self.drafts = drafts
+        self.wanting = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
+        self.num_rows = [0] * len(chunks)
+        for index in self.wanting:
+            self.num_rows[index] = drafts[index].num_rows
+        self.extended = [
+            replace(chunk, token_ids=[*chunk.token_ids, *draft.token_ids]) if draft.token_ids else chunk
+            for chunk, draft in zip(chunks, drafts, strict=True)
+        ]
+
+    def observed(self, outcomes: Sequence[Outcome], verdicts: Sequence[Verdict | None]) -> list[Observed]:
+        first_tokens = accumulate((len(chunk.token_ids) for chunk in self.extended), initial=0)
+        first_rows = accumulate(self.num_rows, initial=0)
+        observed = []
+        for chunk, verdict, outcome, first, row in zip(
+            self.chunks, verdicts, outcomes, first_tokens, first_rows, strict=False
+        ):
+            if isinstance(outcome, NonFiniteLogits):
+                continue
+            observed.append(
+                Observed(
+                    chunk=chunk,
+                    num_kept=len(chunk.token_ids) + (0 if verdict is None else verdict.num_accepted),
+                    first_row=first,
+                    hidden_row=None if verdict is None else row + verdict.rows[-1],
+                    emitted_ids=() if verdict is None else verdict.token_ids,
+                )
+            )
+        return observed
+
+
+def _read(state: bytes) -> Tensor:
+    """What `export_drafting` wrote. Kernels trust its dtype, and numbers that are none would spoil every draft."""
+    try:
+        tensor = load(state)[_STATE]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"the drafter's state cannot be read: {error}") from error
+    if tensor.dtype != torch.float32:
+        raise ValueError(f"the drafter's state is {tensor.dtype}; it must be torch.float32")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError("the drafter's state is not finite")
+    return tensor
+
+
+def _fail(chunks: Sequence[Chunk]) -> int:
+    for chunk in chunks:
+        chunk.drafting.failed = True
+    return len(chunks)

@@ -1,0 +1,97 @@
+"""Seconds of a step as a function of its shape, learnt from steps as they come: a table of means, and a fit over it.
+
+A cell of the table keeps the mean time of one kind of step; it forgets only when that kind is seen again, so what was
+learnt at another load stays. The fit has no negative coefficient, so it extrapolates without ever falling. Where a cell
+is known it corrects the fit. Letters: G groups, C cells of a group, F features.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_MOST_COUNT = 32.0  # a cell's mean is over about so many steps
+_STALE_STEPS = 1000.0  # a cell not seen for so long counts half
+_SETTLED = 8.0  # steps after which a cell's mean says what to expect
+_CLIP = 4.0  # in noise: a step that was disturbed counts as if it had been this much slower
+_DROP = 0.67  # a new cell's mean is forgotten if a step took less than this share of it: it was the first that was odd
+_FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.02
+_SWEEPS = 12
+_REFIT_STEPS = 8
+_RIDGE = 1e-4
+
+
+class TimeSurface:
+    """`floor_s` is a time too short to matter: errors count relative to the time, but at least to this."""
+
+    def __init__(self, num_groups: int, num_cells: int, num_features: int, *, floor_s: float) -> None:
+        self._floor_s = floor_s
+        self._counts = np.zeros((num_groups, num_cells))
+        self._means = np.zeros((num_groups, num_cells))
+        self._features = np.zeros((num_groups, num_cells, num_features))
+        self._seen_at = np.zeros((num_groups, num_cells))
+        self.coefficients = np.zeros(num_features)  # none is negative
+        self._num_steps = 0
+        self.noise = _FIRST_NOISE  # mean relative error of a settled cell
+
+    @property
+    def is_empty(self) -> bool:
+        return self._num_steps == 0
+
+    def observe(self, group: int, cell: int, features: Floats, seconds: float) -> float | None:
+        """Takes one step in; returns by how much it missed its cell's mean (relative), None while that is unsettled."""
+        count, mean = self._counts[group, cell], self._means[group, cell]
+        error = (seconds - mean) / max(mean, self._floor_s)
+        settled = bool(count >= _SETTLED)
+        if settled:
+            self.noise += _NOISE_RATE * (max(_LEAST_NOISE, min(abs(error), _CLIP * self.noise)) - self.noise)
+            seconds = min(seconds, mean + _CLIP * self.noise * max(mean, self._floor_s))
+        elif count and seconds < _DROP * mean:
+            count = 0.0
+        count = min(count + 1.0, _MOST_COUNT)
+        self._counts[group, cell] = count
+        self._means[group, cell] += (seconds - mean) / count
+        self._features[group, cell] += (features - self._features[group, cell]) / count
+        self._seen_at[group, cell] = self._num_steps
+        self._num_steps += 1
+        if self._num_steps <= _MOST_COUNT or self._num_steps % _REFIT_STEPS == 0:
+            self._refit()
+        return error if settled else None
+
+    def counts(self, group: int) -> Floats:
+        """Steps each cell's mean rests on, less the longer they are ago, [C]."""
+        aged = self._counts[group] * 0.5 ** ((self._num_steps - self._seen_at[group]) / _STALE_STEPS)
+        return np.asarray(aged)
+
+    def fit(self, features: Floats) -> Floats:
+        """Seconds by the fit alone, [*], from features [*, F]."""
+        return features @ self.coefficients
+
+    def corrections(self, group: int) -> tuple[NDArray[np.intp], Floats]:
+        """The cells of a group that are known, and the factors by which the fit misses their means."""
+        known = np.flatnonzero(self._counts[group])
+        fitted = self.fit(self._features[group, known])
+        factors = (self._means[group, known] + self._floor_s) / (fitted + self._floor_s)
+        counts = self._counts[group, known]
+        return known, np.asarray(factors ** (counts / (counts + 1.0)))
+
+    def _refit(self) -> None:
+        """Least squares of relative errors over the known cells, without negative coefficients, by coordinates."""
+        known = self._counts > 0
+        aged = 0.5 ** ((self._num_steps - self._seen_at[known]) / _STALE_STEPS)
+        weights = self._counts[known] * aged / np.maximum(self._means[known], self._floor_s) ** 2
+        features = self._features[known]
+        weighted = features * weights[:, None]
+        matrix = (weighted.T @ features).tolist()
+        targets = (weighted.T @ self._means[known]).tolist()
+        coefficients = self.coefficients.tolist()
+        for _ in range(_SWEEPS):
+            for index, row in enumerate(matrix):
+                if row[index] > 0.0:
+                    others = (
+                        sum(a * b for a, b in zip(row, coefficients, strict=True)) - row[index] * coefficients[index]
+                    )
+                    coefficients[index] = max(0.0, (targets[index] - others) / (row[index] * (1.0 + _RIDGE)))
+        self.coefficients = np.array(coefficients)

@@ -1,0 +1,257 @@
+"""Trains a draft head for a model, on what that model itself answers: `python -m decode.train_head --kind eagle`.
+
+Three stages, each of which goes on where it was interrupted: answers to the prompts, the target's hidden states along
+them, training. The head and its card are written to --output; what is left in --work can be thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from decode.draft_head import CARD, WEIGHTS
+from decode.eagle_training import Batch, EagleModule, eagle_losses
+from decode.generations import Generation, NoPrompts, generate, read_generations, read_prompts
+from decode.head_data import HeadData
+from decode.head_training import Losses, Progress, TrainingOptions, held_out, train
+from decode.medusa_training import MedusaModule, medusa_losses
+from model.cache_folder import default_cache
+from model.checkpoint import model_digest
+from model.model_source import ModelUnavailable, resolve_model
+from model.tokenizer import Tokenizer
+from model.torch_runner import TorchRunner
+
+NUM_BLOCKS = 4096
+HELD_OUT_EVERY = 20  # generations: each so-manieth is never trained on
+SHORTEST_ANSWER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    kind: str
+    model: str
+    prompts: Path
+    work: Path
+    output: Path
+    answers_per_file: int
+    max_tokens: int
+    num_drafted_tokens: int  # size of the draft vocabulary
+    intermediate_size: int
+    num_heads: int
+    passes: int
+    training: TrainingOptions
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    job, num_threads = _job(arguments)
+    torch.set_flush_denormal(True)  # shares of a softmax over thousands of tokens are, and cost fifty times as much
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    console = Console(stderr=True, highlight=False)
+    try:
+        folder = resolve_model(job.model, default_cache())
+        _run(job, folder, console)
+    except (ModelUnavailable, NoPrompts) as error:
+        sys.exit(f"Error: {error}")
+
+
+def _run(job: Job, folder: Path, console: Console) -> None:
+    runner = TorchRunner.load(folder, num_blocks=NUM_BLOCKS)
+    generations = _generations(job, folder, runner, console)
+    config = runner.config
+    taps = (2, config.num_layers // 2, config.num_layers - 3)
+    data = HeadData(job.work, generations, config.hidden_size, len(taps))
+    clock = _Ticker(console, "hidden states")
+    data.compute(runner, taps, lambda done: clock.tell(done, len(generations)))
+    vocabulary = draft_vocabulary(generations, config.vocab_size, job.num_drafted_tokens)
+    module, losses = _module(job, runner, vocabulary, len(taps))
+    indexes = range(len(generations))
+    held = [index for index in indexes if index % HELD_OUT_EVERY == 0]
+    learning = [index for index in indexes if index % HELD_OUT_EVERY]
+    teller = _Teller(console, job.training.num_steps, lambda: held_out(losses, data, held, job.training))
+    train(module, losses, data, learning, job.training, job.work / f"{job.kind}.pt", teller.tell)
+    final = held_out(losses, data, held, job.training)
+    _write(job, folder, module, vocabulary, taps, final, generations)
+    console.print(f"{job.output}: held-out acceptance by position {_percent(final.acceptance)}")
+
+
+def _generations(job: Job, folder: Path, runner: TorchRunner, console: Console) -> list[Generation]:
+    """The same number of answers to each file's prompts, however few these are."""
+    files = sorted(job.prompts.glob("*.jsonl"))
+    if not files:
+        raise NoPrompts(f"{job.prompts} holds no *.jsonl")
+    unique: dict[tuple[int, ...], Generation] = {}
+    for file in files:
+        prompts = read_prompts(file)[: job.answers_per_file]
+        path = job.work / f"answers-{file.name}"
+        num_rounds = -(-job.answers_per_file // len(prompts))
+        clock = _Ticker(console, f"answers to {file.name}")
+        generate(
+            runner,
+            Tokenizer.load(folder),
+            prompts,
+            path,
+            num_rounds=num_rounds,
+            max_tokens=job.max_tokens,
+            progress=partial(clock.tell, total=len(prompts) * num_rounds),
+        )
+        unique |= {generation.token_ids: generation for generation in read_generations(path)}
+    return [g for g in unique.values() if len(g.token_ids) - g.num_prompt_tokens >= SHORTEST_ANSWER]
+
+
+def draft_vocabulary(generations: Sequence[Generation], vocab_size: int, size: int) -> Tensor:
+    """The most frequent tokens of the answers, filled up with those that the tokenizer learnt first: ascending ids."""
+    counts = Counter(token for g in generations for token in g.token_ids[g.num_prompt_tokens :])
+    chosen = [token for token, _ in counts.most_common(size)]
+    known = set(chosen)
+    chosen += [token for token in range(vocab_size) if token not in known][: size - len(chosen)]
+    return torch.tensor(sorted(chosen))
+
+
+def _module(job: Job, runner: TorchRunner, vocabulary: Tensor, num_taps: int) -> tuple[nn.Module, Losses]:
+    config = runner.config
+    embedding = runner.model.embedding.bfloat16()
+    head = runner.model.head_weight[vocabulary].bfloat16()
+    in_draft = torch.full((config.vocab_size,), -1)
+    in_draft[vocabulary] = torch.arange(len(vocabulary))
+    torch.manual_seed(job.training.seed)
+    if job.kind == "medusa":
+        medusa = MedusaModule(config.hidden_size, job.num_heads)
+        return medusa, lambda batch: medusa_losses(medusa, batch, head, in_draft)
+    eagle = EagleModule(config, num_taps, job.intermediate_size)
+
+    def losses(batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        return eagle_losses(eagle, batch, embedding, head, in_draft, job.passes)
+
+    return eagle, losses
+
+
+def _write(
+    job: Job,
+    folder: Path,
+    module: nn.Module,
+    vocabulary: Tensor,
+    taps: tuple[int, ...],
+    final: Progress,
+    generations: Sequence[Generation],
+) -> None:
+    """The weights in bfloat16, and the card. The acceptance on prompt sets is added by `decode.measure_head`."""
+    job.output.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().bfloat16().contiguous() for name, tensor in module.state_dict().items()}
+    offsets = (vocabulary - torch.arange(len(vocabulary))).to(torch.int32)
+    save_file({**weights, "d2t": offsets}, job.output / WEIGHTS)
+    about = {
+        "data": {
+            "prompts": sorted(path.name for path in job.prompts.glob("*.jsonl")),
+            "answers": len(generations),
+            "answer_tokens": sum(len(g.token_ids) - g.num_prompt_tokens for g in generations),
+        },
+        "steps": job.training.num_steps,
+        "tokens_per_step": job.training.tokens_per_batch,
+        "held_out": {"loss": round(final.loss, 4), "acceptance": [round(share, 4) for share in final.acceptance]},
+    }
+    card = {
+        "kind": job.kind,
+        "targets": {job.model: model_digest(folder)},
+        "taps": list(taps) if job.kind == "eagle" else [],
+        "about": about,
+    }
+    (job.output / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+class _Ticker:
+    """A line every few seconds: how far a stage is, and when it will be done."""
+
+    def __init__(self, console: Console, what: str, every_s: float = 10.0) -> None:
+        self._console, self._what, self._every_s = console, what, every_s
+        self._begin = self._told = time.monotonic()
+        self._first: int | None = None
+
+    def tell(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        self._first = done - 1 if self._first is None else self._first
+        if now - self._told >= self._every_s or done == total:
+            self._told = now
+            left_s = (now - self._begin) / max(1, done - self._first) * (total - done)
+            self._console.print(f"{self._what}  {done} of {total}, {left_s / 60:.1f} min left")
+
+
+class _Teller:
+    """Loss and acceptance as training goes on, and now and then on what is held out."""
+
+    def __init__(self, console: Console, num_steps: int, measure: Callable[[], Progress]) -> None:
+        self._console, self._num_steps, self._measure = console, num_steps, measure
+        self._begin = time.monotonic()
+        self._first: int | None = None
+
+    def tell(self, progress: Progress) -> None:
+        self._first = progress.step - 1 if self._first is None else self._first
+        if progress.step % 10 == 0:
+            seconds = (time.monotonic() - self._begin) / (progress.step - self._first)
+            left = seconds * (self._num_steps - progress.step) / 60
+            self._line(f"step {progress.step:5} of {self._num_steps}, {left:4.0f} min left", progress)
+        if progress.step % 100 == 0:
+            self._line("held out".rjust(36), self._measure())
+
+    def _line(self, head: str, progress: Progress) -> None:
+        self._console.print(f"{head}  loss {progress.loss:.3f}  accepted {_percent(progress.acceptance)}")
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.0%}" for share in shares)
+
+
+def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
+    parser = argparse.ArgumentParser(
+        prog="python -m decode.train_head",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--kind", choices=("eagle", "medusa"), required=True, help="what to train")
+    parser.add_argument("--model", default="demo-dense", help="the target: as for `pdserve up`")
+    parser.add_argument("--prompts", type=Path, required=True, help="folder of *.jsonl with prompts to learn from")
+    parser.add_argument("--work", type=Path, required=True, help="folder for answers, hidden states, checkpoints")
+    parser.add_argument("--output", type=Path, required=True, help="folder the head is written to")
+    parser.add_argument("--answers", type=int, default=2000, help="to the prompts of each file; first ones greedy")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--steps", type=int, default=1500, help="training steps")
+    parser.add_argument("--tokens-per-step", type=int, default=4096, help="with padding")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its highest")
+    parser.add_argument("--draft-vocabulary", type=int, default=8192, help="tokens the head can draft")
+    parser.add_argument("--intermediate-size", type=int, default=1152, help="of the EAGLE layer's feed-forward net")
+    parser.add_argument("--heads", type=int, default=4, help="Medusa heads")
+    parser.add_argument("--passes", type=int, default=4, help="positions an EAGLE head is trained to draft")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
+    given = parser.parse_args(arguments)
+    options = TrainingOptions(given.steps, given.tokens_per_step, given.learning_rate)
+    job = Job(
+        given.kind,
+        given.model,
+        given.prompts,
+        given.work,
+        given.output,
+        given.answers,
+        given.max_tokens,
+        given.draft_vocabulary,
+        given.intermediate_size,
+        given.heads,
+        given.passes,
+        options,
+    )
+    return job, given.threads
+
+
+if __name__ == "__main__":
+    main()

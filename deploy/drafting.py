@@ -1,0 +1,132 @@
+"""Which drafter a worker's flags ask for, and the runner with it: whatever does not fit the model is refused here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.worker_config import WorkerConfig
+from model.cache_folder import default_cache
+from model.checkpoint import model_digest
+from model.config import ModelConfig
+from model.model_source import ModelUnavailable, resolve_model
+from model.runner import ModelRunner
+from model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from decode.draft_planner import DraftPlanner
+    from decode.drafter import Drafter
+    from decode.verification import Method
+    from model.torch_runner import TorchRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlan:
+    """A drafter before its target is there: what the cache has to have room for, and how to make it."""
+
+    kind: str
+    name: str
+    num_layers: int
+    make: Callable[[TorchRunner, Method], Drafter]
+
+
+def choose_drafter(config: WorkerConfig, folder: Path) -> DrafterPlan | None:
+    """None if nothing is drafted.
+
+    Raises:
+        ValueError: the drafter that was asked for is not there or does not fit the model; says why.
+    """
+    from decode.draft_head import shipped_head
+
+    kind = config.drafter
+    if kind in ("auto", "ngram", "none") and config.draft_model is not None:
+        raise ValueError(f"--draft-model goes with --drafter eagle, medusa or model, not {kind}")
+    if kind == "auto":
+        kind = "eagle" if shipped_head("eagle", model_digest(folder)) is not None else "ngram"
+        logger.info("drafting with %s", kind)
+    if kind in ("ngram", "none"):
+        return None if kind == "none" else _ngram()
+    if kind == "model":
+        return _model(config, folder)
+    return _head(kind, config, folder)
+
+
+def _ngram() -> DrafterPlan:
+    from decode.ngram import NgramDrafter
+
+    return DrafterPlan("ngram", "", 0, lambda target, method: NgramDrafter())
+
+
+def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
+    from decode.draft_head import DraftHead, shipped_head
+    from decode.eagle import EagleDrafter
+    from decode.medusa import MedusaDrafter
+
+    digest = model_digest(folder)
+    where = Path(config.draft_model) if config.draft_model is not None else shipped_head(kind, digest)
+    if where is None:
+        raise ValueError(
+            f"--drafter {kind}: no {kind} head for {config.model} is at hand; name its folder with --draft-model, or "
+            f"train one: python -m decode.train_head --kind {kind} --model {config.model}"
+        )
+    head = DraftHead.load(where, kind, ModelConfig.from_folder(folder), digest)
+    if kind == "eagle":
+        return DrafterPlan(
+            kind, head.name, EagleDrafter.num_layers, lambda *seams: EagleDrafter(seams[0], head, seams[1])
+        )
+    return DrafterPlan(
+        kind, head.name, MedusaDrafter.num_layers, lambda *seams: MedusaDrafter(seams[0], head, seams[1])
+    )
+
+
+def _model(config: WorkerConfig, folder: Path) -> DrafterPlan:
+    from decode.draft_model import DraftModelDrafter, check_shape
+    from decode.vocabulary import check_same_vocabulary
+    from model.checkpoint import map_weights
+
+    if config.draft_model is None:
+        raise ValueError("--drafter model needs --draft-model: a folder, a demo model or a Hugging Face id")
+    try:
+        draft_folder = resolve_model(config.draft_model, default_cache())
+    except ModelUnavailable as error:
+        raise ValueError(f"--draft-model: {error}") from error
+    draft = ModelConfig.from_folder(draft_folder)
+    check_same_vocabulary(Tokenizer.load(draft_folder), Tokenizer.load(folder))
+    check_shape(draft, ModelConfig.from_folder(folder), config.max_context)
+    name = f"model:{model_digest(draft_folder)}"
+
+    def make(target: TorchRunner, method: Method) -> Drafter:
+        return DraftModelDrafter(target, draft, map_weights(draft_folder, draft), name, method)
+
+    return DrafterPlan("model", name, draft.num_layers, make)
+
+
+def draft_planner(
+    config: WorkerConfig, runner: ModelRunner, model: ModelConfig, max_context_tokens: int
+) -> DraftPlanner:
+    """Says how much to draft on this runner."""
+    from decode import metrics
+    from decode.coverage import ExpertCoverage, Routing
+    from decode.draft_planner import AdaptiveDrafts, FixedDrafts, NoDrafts
+    from decode.draft_policy import DraftPolicy
+    from decode.speculative_runner import SpeculativeRunner
+
+    if not isinstance(runner, SpeculativeRunner) or config.max_draft_tokens == 0:
+        return NoDrafts()
+    if config.draft_length == "fixed":
+        return FixedDrafts(config.max_draft_tokens, max_context_tokens)
+    coverage = ExpertCoverage(Routing(model.num_experts, model.num_experts_per_token)) if model.num_experts else None
+    policy = DraftPolicy(config.max_draft_tokens, coverage)
+    planner = AdaptiveDrafts(policy, config.max_draft_tokens, max_context_tokens)
+    metrics.watch_drafting(
+        planner.meter,
+        lambda position: float(policy.acceptance.pool_rates[position]),
+        config.max_draft_tokens,
+        coverage,
+    )
+    return planner

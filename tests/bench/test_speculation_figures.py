@@ -1,0 +1,134 @@
+"""Figures against hand counts, and the prediction against a machine and a drafter whose laws are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.decode_run import DecodeStep
+from bench.speculation_figures import (
+    STALL,
+    Acceptance,
+    acceptance_of,
+    coverage_of,
+    draft_cost,
+    experts_by_rows,
+    percentile_90,
+    predicted_speedups,
+    seconds_of,
+    share_alike,
+    tokens_per_second,
+    verify_cost,
+)
+from decode.acceptance import DraftOutcome
+from decode.coverage import Routing, distinct_experts
+from decode.speedup import expected_tokens_by_position
+
+
+def step(
+    *drafts: tuple[int, int, int], seconds: float = 1.0, draft_s: float = 0.0, experts: float | None = None
+) -> DecodeStep:
+    """One sequence for each (asked, drafted, accepted)."""
+    outcomes = tuple(DraftOutcome(str(index), *draft) for index, draft in enumerate(drafts) if draft[0])
+    num_tokens = len(drafts) + sum(accepted for _, _, accepted in drafts)
+    return DecodeStep(seconds, draft_s, len(drafts), num_tokens, 100, outcomes, experts)
+
+
+def test_rate_is_tokens_over_time() -> None:
+    steps = [step((3, 3, 2), seconds=0.2), step((3, 3, 0), seconds=0.3)]
+    assert tokens_per_second(steps) == pytest.approx((3 + 1) / 0.5)
+
+
+def test_a_stall_counts_as_a_few_steps() -> None:
+    steps = [step((0, 0, 0), seconds=0.1) for _ in range(10)]
+    assert seconds_of([*steps, step((0, 0, 0), seconds=9.0)]) == pytest.approx(1.0 + STALL * 0.1)
+
+
+def test_acceptance_looks_only_where_all_before_stood() -> None:
+    steps = [step((3, 3, 3), (3, 3, 0)), step((3, 3, 1), (0, 0, 0)), step((3, 1, 1)), step((3, 0, 0))]
+    found = acceptance_of(steps, 4)
+    # Position 1: of four proposed three stood. Position 2: looked at after (3) and (1), not after the one that proposed
+    # no second; stood once. Position 3: looked at once. Position 4: never asked for.
+    assert found.rates == (3 / 4, 1 / 2, 1.0, None)
+    assert found.proposed == (4 / 5, 3 / 5, 3 / 5, 0.0)
+
+
+def test_expected_tokens_are_the_formulas() -> None:
+    rates = (0.9, 0.7, 0.5)
+    found = Acceptance(rates, (1.0, 1.0, 1.0))
+    for count in range(4):
+        assert found.expected(count) == pytest.approx(expected_tokens_by_position(rates[:count]))
+
+
+def test_tokens_not_proposed_are_not_expected() -> None:
+    assert Acceptance((0.8, 0.5), (0.5, 0.25)).expected(2) == pytest.approx(1 + 0.5 * 0.8 + 0.25 * 0.8 * 0.5)
+    assert Acceptance((0.8, None), (1.0, 0.0)).expected(2) == pytest.approx(1.8)
+
+
+def test_costs_are_in_plain_steps() -> None:
+    steps = [step((4, 4, 1), seconds=1.5, draft_s=0.4), step((2, 2, 1), seconds=1.3, draft_s=0.2), step((0, 0, 0))]
+    assert draft_cost(steps, plain_step_s=0.5) == pytest.approx((0.4 + 0.2) / (4 + 2) / 0.5)
+    assert verify_cost(steps[:2], plain_step_s=0.5) == pytest.approx((1.1 + 1.1) / 2 / 0.5)
+    assert draft_cost([step((0, 0, 0))], plain_step_s=0.5) == 0.0
+
+
+def test_experts_are_told_by_rows() -> None:
+    steps = [step((0, 0, 0), experts=2.0), step((3, 3, 0), experts=4.0), step((3, 3, 3), experts=5.0), step((3, 1, 0))]
+    assert experts_by_rows(steps) == {1: 2.0, 4: 4.5}
+
+
+def test_beta_is_that_of_the_steps() -> None:
+    routing, rows = Routing(8, 2), 8
+    touched = distinct_experts(routing, rows**0.5)
+    coverage = coverage_of([step((7, 7, 0), experts=touched)] * 400, routing)
+    assert coverage is not None and coverage.beta == pytest.approx(0.5, abs=0.02)
+    assert coverage_of([], None) is None
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("proposes", [1.0, 0.4])
+def test_prediction_is_what_the_laws_say(batch: int, proposes: float) -> None:
+    """The drafter proposes now and then, and then everything; the machine takes time by the row."""
+    rng = random.Random(0)
+
+    def accepted(count: int) -> int:
+        return next((place for place in range(count) if rng.random() > 0.75), count)
+
+    def run(count: int) -> list[DecodeStep]:
+        steps = []
+        for _ in range(600):
+            drafted = [count if rng.random() < proposes else 0 for _ in range(batch)]
+            rows = batch + sum(drafted)
+            draft_s = 0.0005 * count
+            drafts = [(count, proposed, accepted(proposed)) for proposed in drafted]
+            steps.append(step(*drafts, seconds=0.01 + 0.001 * (rows - 1) + draft_s, draft_s=draft_s))
+        return steps
+
+    runs = [run(count) for count in (0, 1, 3, 5)]
+    found = predicted_speedups(runs, acceptance_of((s for r in runs for s in r), 7), (1, 3, 5), None)
+    plain_s = 0.01 + 0.001 * (batch - 1)
+    for count in (1, 3, 5):
+        emitted = 1 + proposes * sum(0.75**place for place in range(1, count + 1))
+        seconds = plain_s + 0.001 * batch * count * proposes + 0.0005 * count
+        assert found[count] == pytest.approx(emitted * plain_s / seconds, rel=0.05), count
+
+
+def test_prediction_does_not_look_at_the_rate_it_predicts() -> None:
+    """Chances come from all runs together: a run whose drafts all stood by chance is not believed."""
+    runs = [[step((0, 0, 0))] * 100, [step((1, 1, 0)), step((1, 1, 0))] * 100, [step((2, 2, 2))] * 100]
+    found = predicted_speedups(runs, acceptance_of((s for r in runs for s in r), 2), (1, 2), None)
+    assert found[1] == pytest.approx(1 + 1 / 3, rel=0.05)
+
+
+def test_answers_are_compared_as_far_as_both_go() -> None:
+    mine = {0: (1, 2), 1: (3, 8), 2: (4,)}
+    assert share_alike(mine, [{0: (1, 2, 3), 1: (3, 9)}, {2: (4,), 7: (5,)}]) == pytest.approx(2 / 3)
+    assert share_alike(mine, [{}]) == 1.0
+
+
+def test_percentile() -> None:
+    values = [number / 100 for number in range(101)]
+    random.Random(1).shuffle(values)
+    assert percentile_90(values) == pytest.approx(0.9)
+    assert percentile_90([]) is None

@@ -1,0 +1,323 @@
+"""Drafting through the whole system: it changes how fast tokens come, never which, with every drafter.
+
+All clusters draft the same number in every step, so that nothing here depends on how fast this machine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from urllib.request import urlopen
+
+import pytest
+import pytest_asyncio
+
+from deploy.local import ClusterConfig, LocalCluster
+from kvtransfer.errors import LayoutMismatch
+from model.checkpoint import model_digest
+from protos import decode_pb2, decode_pb2_grpc
+from protos.channel import open_channel, service_errors
+from protos.client import PdserveClient
+from protos.values import Sampling
+from tests.cluster.asking import Answered, ask, assert_at_rest
+from tests.cluster.draft_heads import write_head
+from tests.cluster.tiny_model import EOS, MAX_CONTEXT, VOCAB_SIZE, TinyModel
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_DRAFTS = 4
+DRAFTERS = ("ngram", "medusa", "eagle", "model")
+HAS_HEIR = ("eagle",)  # a second decode worker, so that a resumed answer is handed over once more
+# What has been said is said again, so that also a random drafter, which has penalties of its own, is right at times.
+GREEDY = Sampling(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=0.3)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    drafter: str
+    arguments: tuple[str, ...]
+    cluster: LocalCluster
+    client: PdserveClient
+
+    async def hand_over(self) -> None:
+        await self._set_roles({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"})
+
+    async def colocate(self) -> None:
+        """On decode-0: whoever prefills keeps the sequence, if it may decode."""
+        await self._set_roles({"decode-0": "both", "prefill-0": "decode", "decode-1": "decode"})
+
+    async def ask_all(self, requests: Sequence[tuple[list[int], Sampling]], at_once: int = 99) -> list[Answered]:
+        slots = asyncio.Semaphore(at_once)
+
+        async def ask_one(prompt: list[int], sampling: Sampling) -> Answered:
+            async with slots:
+                return await ask(self.client, prompt, sampling)
+
+        return await asyncio.gather(*(ask_one(prompt, sampling) for prompt, sampling in requests))
+
+    async def _set_roles(self, roles: dict[str, str]) -> None:
+        for name, role in roles.items():
+            if name in self.cluster.config.worker_roles:
+                await self.client.set_role(name, role)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=DRAFTERS)
+async def drafting(
+    request: pytest.FixtureRequest, tiny_moe: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Drafting]:
+    """Sampled requests of ngram are verified as by default: its drafts are compared all the same."""
+    drafter = request.param
+    arguments: tuple[str, ...] = ("--drafter", drafter)
+    if drafter != "ngram":
+        arguments += ("--verification", "coupled", "--draft-model")
+    if drafter in ("eagle", "medusa"):
+        arguments += (str(write_head(tmp_path_factory.mktemp("head"), drafter, tiny_moe.folder)),)
+    elif drafter == "model":
+        arguments += (str(tiny_moe.folder),)
+    config = ClusterConfig(
+        model=str(tiny_moe.folder),
+        num_decode=2 if drafter in HAS_HEIR else 1,
+        num_threads=1,
+        worker_arguments=(
+            *("--dtype", "float32", "--num-blocks", "100", *arguments),
+            *("--draft-length", "fixed", "--max-draft-tokens", str(NUM_DRAFTS)),
+        ),
+    )
+    async with LocalCluster(config) as cluster, PdserveClient(cluster.router_address) as client:
+        yield Drafting(drafter, arguments, cluster, client)
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def _at_rest(drafting: Drafting) -> AsyncIterator[None]:
+    await drafting.hand_over()
+    yield
+    await assert_at_rest(drafting.cluster)
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, list[str]]:
+    """By drafter."""
+    return {}
+
+
+def prompts(num: int, lengths: Sequence[int], seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice(lengths))] for _ in range(num)]
+
+
+def repetitive(num: int) -> list[list[int]]:
+    """Of which look-up finds something; their ends lie on, before and behind block boundaries."""
+    rng = random.Random(num)
+    phrases = [[rng.randrange(3, VOCAB_SIZE) for _ in range(4)] for _ in range(num)]
+    return [(phrase * 20)[: 12 + index] for index, phrase in enumerate(phrases)]
+
+
+def off(sampling: Sampling) -> Sampling:
+    return replace(sampling, max_draft_tokens=0)
+
+
+def drafted(answers: Sequence[Answered]) -> int:
+    return sum(answered.usage.drafted_tokens for answered in answers)
+
+
+def accepted(answers: Sequence[Answered]) -> int:
+    return sum(answered.usage.accepted_tokens for answered in answers)
+
+
+@pytest.mark.parametrize("is_colocated", [False, True], ids=["handed over", "colocated"])
+async def test_greedy_tokens_are_those_of_a_plain_loop(
+    drafting: Drafting, tiny_moe: TinyModel, is_colocated: bool
+) -> None:
+    """Answers of every length, so that max_tokens ends them at every place of a draft."""
+    if is_colocated:
+        await drafting.colocate()
+    asked = [*repetitive(24), *prompts(16, [1, 15, 16, 17, 31, 32, 33, 100, 250], seed=int(is_colocated))]
+    requests = [(prompt, Sampling(temperature=0, max_tokens=1 + index % 23)) for index, prompt in enumerate(asked)]
+    answers = await drafting.ask_all(requests, at_once=12)
+    for (prompt, sampling), answered in zip(requests, answers, strict=True):
+        usage = answered.usage
+        tiny_moe.assert_greedy(prompt, answered.token_ids)
+        assert len(answered.token_ids) == sampling.max_tokens or answered.token_ids[-1] == EOS
+        assert usage.accepted_tokens <= usage.drafted_tokens
+        if len(answered.token_ids) > 1:
+            assert usage.disaggregated is not is_colocated
+            here = usage.decode_computed_tokens if is_colocated else usage.decode_received_tokens
+            assert here + usage.decode_cached_tokens == len(prompt)
+    assert drafted(answers) > 0
+    if drafting.drafter == "model":  # it is the target itself; near-ties apart, it guesses what it will say
+        assert accepted(answers) >= 0.98 * drafted(answers) > 250
+
+
+async def test_stop_ids_end_an_answer_within_a_draft(drafting: Drafting, tiny_moe: TinyModel) -> None:
+    prompt = prompts(1, [20], seed=3)[0]
+    plain = tiny_moe.greedy(prompt, 20)
+    places = [place for place in range(2, 16) if plain[place] not in plain[:place]]
+    requests = [
+        (prompt, Sampling(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[plain[place]], logprobs=1))
+        for place in places
+    ]
+    answers = await drafting.ask_all(requests, at_once=4)
+    logprobs = tiny_moe.logprobs(prompt, plain)
+    assert len(places) > 8
+    for place, answered in zip(places, answers, strict=True):
+        assert (answered.token_ids, answered.finish_reason) == (plain[: place + 1], "stop")
+        assert answered.usage.output_tokens == place + 1
+        assert [each.token_id for each in answered.logprobs] == answered.token_ids
+        for index, each in enumerate(answered.logprobs):
+            assert each.logprob == pytest.approx(float(logprobs[index, each.token_id]), abs=1e-3)
+
+
+async def test_an_answer_may_fill_the_context(drafting: Drafting, tiny_moe: TinyModel) -> None:
+    """Nothing is drafted for positions that the model does not have."""
+    prompt = prompts(1, [MAX_CONTEXT - 19], seed=4)[0]
+    answered = await ask(drafting.client, prompt, Sampling(temperature=0, ignore_eos=True))
+    assert (len(answered.token_ids), answered.finish_reason) == (19, "length")
+    tiny_moe.assert_greedy(prompt, answered.token_ids)
+    most = [min(NUM_DRAFTS, 19 - known - 1) for known in range(1, 19)]  # where each step emits one token
+    assert answered.usage.drafted_tokens <= sum(most)
+
+
+async def test_same_text_with_drafting_on_and_off_and_across_drafters(
+    drafting: Drafting, texts: dict[str, list[str]]
+) -> None:
+    """Greedy, sampled and undrafted requests in one batch."""
+    plain = Sampling(max_tokens=30, ignore_eos=True)
+    kinds = [
+        replace(plain, temperature=0),
+        replace(plain, temperature=0.8, top_p=0.9, seed=5),
+        replace(plain, temperature=1.3, top_k=12, min_p=0.02, seed=6, presence_penalty=0.5),
+        replace(GREEDY, max_tokens=30),
+        replace(plain, temperature=0.7, seed=7, repetition_penalty=0.3, frequency_penalty=-1),
+    ]
+    requests = [(prompt, kinds[index % len(kinds)]) for index, prompt in enumerate(repetitive(15))]
+    undrafted = [(prompt, off(sampling)) for prompt, sampling in requests]
+    answers = await drafting.ask_all([*requests, *undrafted], at_once=12)
+    on, without = answers[: len(requests)], answers[len(requests) :]
+    assert [answered.token_ids for answered in on] == [answered.token_ids for answered in without]
+    assert drafted(without) == 0
+    assert drafted(on) >= accepted(on) > 0
+    texts[drafting.drafter] = [answered.text for answered in on]
+    assert all(theirs == texts[drafting.drafter] for theirs in texts.values())
+
+
+async def test_metrics_count_what_usage_tells(drafting: Drafting) -> None:
+    before = await scrape(drafting)
+    answers = await drafting.ask_all([(prompt, GREEDY) for prompt in repetitive(8)])
+    after = await scrape(drafting)
+    counted = {name: after[name] - before.get(name, 0.0) for name in after}
+    drafted_by_position, judged_by_position, accepted_by_position = (
+        [counted.get(f'pdserve_draft_{kind}_tokens_total{{position="{1 + place}"}}', 0) for place in range(NUM_DRAFTS)]
+        for kind in ("drafted", "judged", "accepted")
+    )
+    assert sum(drafted_by_position) == drafted(answers) > 0
+    assert sum(accepted_by_position) == accepted(answers)
+    assert judged_by_position[0] == drafted_by_position[0]
+    for place in range(1, NUM_DRAFTS):
+        assert judged_by_position[place] <= accepted_by_position[place - 1]
+    assert counted["pdserve_draft_emitted_tokens_total"] >= accepted(answers)
+    assert counted["pdserve_draft_failures_total"] == 0
+    assert counted["pdserve_draft_length_count"] == sum(answered.usage.num_steps for answered in answers)
+
+
+async def scrape(drafting: Drafting) -> dict[str, float]:
+    """Of decode-0, by name and labels."""
+    address = (await drafting.cluster.workers())["decode-0"].metrics_address
+
+    def read() -> str:
+        with urlopen(f"http://{address}/metrics", timeout=10) as page:
+            text: str = page.read().decode()
+            return text
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+async def flood(drafting: Drafting) -> list[Answered]:
+    """More than the cache holds: every block is used anew."""
+    requests = [
+        (prompt, Sampling(temperature=0, max_tokens=150, ignore_eos=True)) for prompt in prompts(16, [40], seed=9)
+    ]
+    answers = await drafting.ask_all(requests)
+    assert all(len(answered.token_ids) == 150 for answered in answers)
+    return answers
+
+
+async def test_preempted_sequences_go_on_exactly(drafting: Drafting, tiny_moe: TinyModel) -> None:
+    answers = await flood(drafting)
+    assert sum(answered.usage.num_preemptions for answered in answers) > 0
+    assert sum(answered.usage.decode_recomputed_tokens for answered in answers) > 0
+    for prompt, answered in zip(prompts(16, [40], seed=9), answers, strict=True):
+        tiny_moe.assert_greedy(prompt, answered.token_ids)
+    if drafting.drafter == "model":  # also what it knew of them is computed again
+        assert accepted(answers) >= 0.98 * drafted(answers) > 1000
+
+
+async def test_drafts_after_a_hand_over_are_as_good_as_on_one_worker(drafting: Drafting) -> None:
+    if drafting.drafter == "ngram":
+        pytest.skip("it keeps nothing that could be lost")
+    num_prompts = 40 if drafting.drafter == "medusa" else 80
+    requests = [(prompt, GREEDY) for prompt in prompts(num_prompts, range(5, 60), seed=10)]
+    handed_over = await drafting.ask_all(requests, at_once=10)
+    assert sum(answered.usage.decode_received_tokens for answered in handed_over) > 20 * num_prompts
+    await flood(drafting)
+    await drafting.colocate()
+    colocated = await drafting.ask_all(requests, at_once=10)
+    assert all(answered.usage.decode_computed_tokens == answered.usage.prompt_tokens for answered in colocated)
+    rates = [accepted(answers) / drafted(answers) for answers in (handed_over, colocated)]
+    assert rates[0] == pytest.approx(rates[1], abs=0.02)
+    assert [each.token_ids for each in handed_over] == [each.token_ids for each in colocated]
+    fates = [
+        [(each.usage.drafted_tokens, each.usage.accepted_tokens) for each in of] for of in (handed_over, colocated)
+    ]
+    assert sum(one == other for one, other in zip(*fates, strict=True)) >= num_prompts - 2
+    assert drafted(handed_over) > 300 and accepted(handed_over) > 10
+    if drafting.drafter == "model":
+        assert min(rates) > 0.98
+
+
+async def test_worker_with_another_drafter_is_refused(drafting: Drafting, tiny_moe: TinyModel) -> None:
+    """Before a block is asked for. Who guesses without KV of its own hands over to one that does not guess at all."""
+    plain = decode_pb2.KVLayout(
+        model_digest=model_digest(tiny_moe.folder),
+        dtype="float32",
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=16,
+    )
+    address = (await drafting.cluster.workers())["decode-0"].address
+    async with open_channel(address) as channel:
+        describe = decode_pb2_grpc.DecodeStub(channel).Describe
+        if drafting.drafter == "ngram":
+            assert (await describe(decode_pb2.DescribeRequest(layout=plain))).layout == plain
+        else:
+            refusal = f"the two KV layouts differ: drafter is '' there and '{drafting.drafter}:"
+            with pytest.raises(LayoutMismatch, match=refusal), service_errors():
+                await describe(decode_pb2.DescribeRequest(layout=plain))
+
+
+async def test_killed_decode_worker_takes_no_answer_with_it(drafting: Drafting, tiny_moe: TinyModel) -> None:
+    """Last: the worker does not come back. Until the answer has begun there is no other that could take it."""
+    cluster, client = drafting.cluster, drafting.client
+    heir, role = ("decode-1", "decode") if drafting.drafter in HAS_HEIR else ("prefill-0", "both")
+
+    async def kill() -> None:
+        os.kill(cluster.pid("decode-0"), signal.SIGSTOP)  # it must not come to the answer's end meanwhile
+        await client.set_role(heir, role)
+        await cluster.kill("decode-0")
+
+    prompt = repetitive(9)[-1]
+    sampling = Sampling(temperature=0.9, seed=4, max_tokens=400, ignore_eos=True, repetition_penalty=0.3)
+    expected = await ask(client, prompt, off(sampling))
+    answered = await ask(client, prompt, sampling, at_token=50, then=kill)
+    usage = answered.usage
+    assert usage.num_resumes == 1
+    assert answered.text == expected.text
+    assert usage.disaggregated is (drafting.drafter in HAS_HEIR)
+    assert usage.drafted_tokens >= usage.accepted_tokens > 0  # of the last attempt
+    if drafting.drafter == "model":
+        assert usage.accepted_tokens >= 0.98 * usage.drafted_tokens

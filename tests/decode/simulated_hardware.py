@@ -1,0 +1,128 @@
+"""Hardware and drafters whose times and acceptances are known, for the draft policy to find its way on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decode.acceptance import DraftOutcome
+from decode.coverage import Routing, distinct_experts
+from decode.draft_decision import DraftDecision, DraftDemand, StepOutcome
+from decode.draft_policy import DraftPolicy
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Seconds are in units of the dense plain step. `beta` is the truth, which the policy has to find."""
+
+    weights_s: float = 1.0  # to read what every step reads: the time of few rows
+    free_rows: int = 8  # computed while the weights are read
+    row_s: float = 0.0  # of each row beyond those
+    context_token_s: float = 2e-5
+    expert_s: float = 0.0
+    routing: Routing = field(default_factory=lambda: Routing(8, 2))
+    beta: float = 0.6
+    draft_step_s: float = 0.05
+    draft_token_s: float = 0.0005
+
+    def experts(self, lengths: Sequence[int]) -> float:
+        return distinct_experts(self.routing, sum((length + 1) ** self.beta for length in lengths))
+
+    def verify_s(self, lengths: Sequence[int], num_context_tokens: int) -> float:
+        num_rows = len(lengths) + sum(lengths)
+        memory_s = self.weights_s + self.expert_s * self.experts(lengths)
+        compute_s = max(0, num_rows - self.free_rows) * self.row_s
+        return memory_s + compute_s + self.context_token_s * num_context_tokens
+
+    def draft_s(self, asked: Sequence[int]) -> float:
+        return self.draft_step_s * max(asked) + self.draft_token_s * sum(asked)
+
+
+DENSE = Hardware(row_s=0.04)
+COMPUTE_BOUND = Hardware(row_s=0.125)  # a step of 16 rows takes twice as long as one of 8
+MIXTURE = Hardware(weights_s=0.3, expert_s=0.35, row_s=0.025)  # 8 experts, 2 chosen: one row loads a quarter of them
+SPARSE = Hardware(weights_s=0.3, expert_s=0.03, row_s=0.015, routing=Routing(128, 8))
+
+
+@dataclass
+class Simulation:
+    """Steps of one batch that never ends. `acceptance[i]` and `proposal[i]` (may be changed) are sequence i's truth."""
+
+    hardware: Hardware
+    acceptance: list[float]
+    proposal: float = 1.0  # chance that the drafter has anything to propose
+    noise: float = 0.05
+    longest_draft: int = 7
+    seed: int = 1
+    slowness: float = 1.0
+    context_tokens: int = 200  # per sequence
+    spent_s: float = 0.0  # without noise
+    num_tokens: float = 0.0  # expected, by the true acceptances
+    decisions: list[DraftDecision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def run(self, policy: DraftPolicy, num_steps: int) -> float:
+        """Tokens per second of these steps, as expected from what was chosen."""
+        self.spent_s = self.num_tokens = 0.0
+        self.decisions = []
+        for _ in range(num_steps):
+            self._step(policy)
+        return self.num_tokens / self.spent_s
+
+    def _step(self, policy: DraftPolicy) -> None:
+        demands = [DraftDemand(str(index), self.longest_draft) for index in range(len(self.acceptance))]
+        num_context_tokens = self.context_tokens * len(demands)
+        decision = policy.choose(demands, num_context_tokens, 4096)
+        asked = decision.draft_lengths
+        drafted = [length if self._random.random() < self.proposal else 0 for length in asked]
+        accepted = [self._accepted(index, length) for index, length in enumerate(drafted)]
+        verify_s = self.hardware.verify_s(drafted, num_context_tokens) * self.slowness
+        draft_s = self.hardware.draft_s(asked) * self.slowness
+        self.decisions.append(decision)
+        self.spent_s += verify_s + draft_s
+        self.num_tokens += sum(emitted(self.acceptance[index], length) for index, length in enumerate(drafted))
+        outcomes = tuple(
+            DraftOutcome(str(index), asked[index], drafted[index], accepted[index])
+            for index in range(len(asked))
+            if asked[index]
+        )
+        experts = self._counted_experts(drafted) if self.hardware.expert_s else None
+        policy.observe(
+            decision,
+            StepOutcome(
+                len(asked), num_context_tokens, outcomes, verify_s * self._noisy(), draft_s * self._noisy(), experts
+            ),
+        )
+
+    def _noisy(self) -> float:
+        return max(0.5, self._random.gauss(1.0, self.noise))
+
+    def _counted_experts(self, drafted: Sequence[int]) -> float:
+        num_experts, expected = self.hardware.routing.num_experts, self.hardware.experts(drafted)
+        spread = (expected * (1.0 - expected / num_experts)) ** 0.5  # of a count of independent experts
+        return min(num_experts, self._random.gauss(expected, spread / 4))  # a mean over layers
+
+    def _accepted(self, index: int, num_drafted: int) -> int:
+        for position in range(num_drafted):
+            if self._random.random() >= self.acceptance[index]:
+                return position
+        return num_drafted
+
+
+def emitted(acceptance: float, num_drafts: int) -> float:
+    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+
+
+def fixed_rates(simulation: Simulation) -> dict[int, float]:
+    """Tokens per second of every uniform draft length, with a drafter that always proposes."""
+    hardware, num_sequences = simulation.hardware, len(simulation.acceptance)
+    num_context_tokens = simulation.context_tokens * num_sequences
+    rates = {}
+    for length in range(simulation.longest_draft + 1):
+        lengths = [length] * num_sequences
+        seconds = hardware.verify_s(lengths, num_context_tokens) + hardware.draft_s(lengths)
+        rates[length] = sum(emitted(acceptance, length) for acceptance in simulation.acceptance) / seconds
+    return rates
