@@ -202,7 +202,10 @@ def _vllm_seconds(python: str, folder: Path) -> Times:
     done = subprocess.run([python, str(script), str(folder), sizes], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{python} {script} failed with exit code {done.returncode}; its errors are above")
-    seconds: Times = json.loads(done.stdout.splitlines()[-1])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # vllm may have a last word
+    if not lines:
+        raise SystemExit(f"{python} {script} printed no result:\n{done.stdout.strip()[-500:]}")
+    seconds: Times = json.loads(lines[-1])
     return seconds
 
 

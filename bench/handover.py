@@ -26,6 +26,7 @@ from rich.table import Table
 
 from kvtransfer.agent import Region, WriteState
 from kvtransfer.geometry import CacheSpan
+from kvtransfer.messages import layout_to_message
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
@@ -37,9 +38,12 @@ from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
+from protos import decode_pb2, decode_pb2_grpc
+from protos.channel import open_channel
 
 PROMPTS = (256, 1024, 4096)
 CHUNK_TOKENS = 512
+PAUSE_S = 0.003
 NUM_BLOCKS = 1024
 RAW_DESCRIPTOR_BYTES = 1 << 20
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -196,10 +200,31 @@ async def decode_side(folder: Path, layout: KVLayout) -> AsyncIterator[dict[str,
         await process.wait()
 
 
+@asynccontextmanager
+async def kept_awake(address: str, layout: KVLayout) -> AsyncIterator[None]:
+    """Asks the decode side something every few milliseconds. A decode worker is always busy; one that has nothing to do
+    falls asleep, pages and all, and takes tens of milliseconds to answer on a virtual machine."""
+
+    async def ask() -> None:
+        request = decode_pb2.DescribeRequest(layout=layout_to_message(layout))
+        async with open_channel(address) as channel:
+            stub = decode_pb2_grpc.DecodeStub(channel)
+            while True:
+                await stub.Describe(request, timeout=10)
+                await asyncio.sleep(PAUSE_S)
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
 async def measure(folder: Path, num_threads: int, rounds: Callable[[int], int], console: Console) -> list[Row]:
     runner = TorchRunner.load(folder, num_blocks=NUM_BLOCKS, num_threads=num_threads)
     agent = NixlAgent(f"prefill-{os.getpid()}", runner.cache_address, NUM_BLOCKS * runner.layout.block_bytes)
-    async with decode_side(folder, runner.layout) as decode:
+    async with decode_side(folder, runner.layout) as decode, kept_awake(decode["address"], runner.layout):
         prefill = PrefillSide(runner, agent, HandoverTarget("decode", decode["address"], decode["epoch"]))
         size = NUM_BLOCKS * runner.layout.block_bytes
         raw = RawWrites(agent, decode["epoch"], runner.cache_address, int(decode["base_address"]), size)
