@@ -24,9 +24,9 @@ from prometheus_client import REGISTRY
 from rich.console import Console
 from rich.table import Table
 
+from bench.awake import kept_awake
 from kvtransfer.agent import Region, WriteState
 from kvtransfer.geometry import CacheSpan
-from kvtransfer.messages import layout_to_message
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
@@ -38,12 +38,9 @@ from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
-from protos import decode_pb2, decode_pb2_grpc
-from protos.channel import open_channel
 
 PROMPTS = (256, 1024, 4096)
 CHUNK_TOKENS = 512
-PAUSE_S = 0.003
 NUM_BLOCKS = 1024
 RAW_DESCRIPTOR_BYTES = 1 << 20
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -198,27 +195,6 @@ async def decode_side(folder: Path, layout: KVLayout) -> AsyncIterator[dict[str,
     finally:
         process.stdin.close()
         await process.wait()
-
-
-@asynccontextmanager
-async def kept_awake(address: str, layout: KVLayout) -> AsyncIterator[None]:
-    """Asks the decode side something every few milliseconds. A decode worker is always busy; one that has nothing to do
-    falls asleep, pages and all, and takes tens of milliseconds to answer on a virtual machine."""
-
-    async def ask() -> None:
-        request = decode_pb2.DescribeRequest(layout=layout_to_message(layout))
-        async with open_channel(address) as channel:
-            stub = decode_pb2_grpc.DecodeStub(channel)
-            while True:
-                await stub.Describe(request, timeout=10)
-                await asyncio.sleep(PAUSE_S)
-
-    asking = asyncio.create_task(ask())
-    try:
-        yield
-    finally:
-        asking.cancel()
-        await asyncio.wait([asking])
 
 
 async def measure(folder: Path, num_threads: int, rounds: Callable[[int], int], console: Console) -> list[Row]:
