@@ -1,7 +1,9 @@
-"""The text a draft head learns from: what its own target answers to a folder of prompts.
+"""The text a draft head learns from: what its own target answers to a folder of prompts, and to prompts of its own.
 
-A head has to guess what this model will say, so other people's answers would teach it the wrong thing. Answers are
-appended to a JSONL file as they end, and a run that was interrupted goes on where it stopped.
+A head has to guess what this model will say, so other people's answers would teach it the wrong thing. A chat model
+that is given only the beginning of a user's turn writes such a turn, much like those that it was tuned on ("Magpie",
+Xu et al., arXiv 2406.08464): prompts on everything it knows, where a folder of prompts covers but a few subjects.
+Answers are appended to a JSONL file as they end, and a run that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from model.chat_template import ChatMessage
 from model.engine import Engine
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
+from model.sequence import FinishReason
 from model.sequence import Sequence as TokenSequence
 from model.tokenizer import Tokenizer
 
 MAX_RUNNING = 128
 MAX_STEP_TOKENS = 512
 TEMPERATURES = (0.7, 1.0)  # of the rounds after the first, which is greedy, in turn
+OWN_PROMPT_TOKENS = range(4, 192)  # a user's turn of another length is no prompt
+OWN_PROMPT_TOP_P = 0.9
 
 
 class NoPrompts(ValueError):
@@ -73,6 +78,55 @@ def _prompts_of(path: Path) -> Iterator[str]:
             yield from (row[field] for field in ("prompt", "question") if field in row)
 
 
+def write_prompts(
+    runner: ModelRunner, tokenizer: Tokenizer, path: Path, *, count: int, progress: Callable[[int], None]
+) -> None:
+    """Lets the model write about `count` prompts, each once, in the form that `read_prompts` reads.
+
+    Those that it does not end, or ends at once, are thrown away.
+    """
+    if path.exists():
+        return
+    prompts: dict[str, None] = {}
+    begun = start_of_user_turn(tokenizer)
+    asked = [(begun, _sampling_of_prompt(index, tokenizer)) for index in range(count)]
+    num_done = 0
+
+    def ended(index: int, decoding: DecodeSequence) -> None:
+        nonlocal num_done
+        num_done += 1
+        progress(num_done)
+        sequence = decoding.sequence
+        written = [token for token in sequence.token_ids[len(begun) :] if token not in tokenizer.eos_token_ids]
+        if sequence.finish_reason is FinishReason.STOP and len(written) in OWN_PROMPT_TOKENS:
+            prompts[tokenizer.decode(written)] = None
+
+    asyncio.run(answer(runner, asked, ended))
+    partial = path.with_suffix(".part")
+    partial.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    partial.replace(path)
+
+
+def start_of_user_turn(tokenizer: Tokenizer) -> list[int]:
+    """A conversation up to where the user's first message begins.
+
+    Raises ValueError if the chat template does not render messages as they are.
+    """
+    marker = "(the message)"
+    rendered = tokenizer.render_chat([ChatMessage("user", marker)])
+    return tokenizer.encode(rendered[: rendered.index(marker)])
+
+
+def _sampling_of_prompt(index: int, tokenizer: Tokenizer) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=OWN_PROMPT_TOKENS.stop,
+        temperature=1.0,
+        top_p=OWN_PROMPT_TOP_P,
+        seed=index,
+        stop_token_ids=tokenizer.eos_token_ids,
+    )
+
+
 def read_generations(path: Path) -> list[Generation]:
     """A last line that was cut off by an interruption is left out."""
     if not path.exists():
@@ -107,8 +161,11 @@ def generate(
             done.add(wanted[index])
             progress(len(done))
 
-        asked = [(prompts[prompt], _sampling(prompt, turn, tokenizer, max_tokens)) for prompt, turn in wanted]
-        asyncio.run(answer(runner, tokenizer, asked, ended))
+        asked = [
+            (tokens_of(prompts[prompt], tokenizer), _sampling(prompt, turn, tokenizer, max_tokens))
+            for prompt, turn in wanted
+        ]
+        asyncio.run(answer(runner, asked, ended))
 
 
 def _sampling(prompt_index: int, round_index: int, tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
@@ -126,15 +183,18 @@ def _cut_unfinished_line(path: Path) -> None:
         path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
+def tokens_of(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode_chat([ChatMessage("user", prompt)])
+
+
 async def answer(
     runner: ModelRunner,
-    tokenizer: Tokenizer,
-    asked: Sequence[tuple[str, SamplingParams]],
+    asked: Sequence[tuple[list[int], SamplingParams]],
     ended: Callable[[int, DecodeSequence], None],
     *,
     planner: DraftPlanner | None = None,
 ) -> None:
-    """Answers all prompts, as many at once as run well; `ended` is given the index of each as it is done.
+    """Goes on from all these tokens, as many at once as run well; `ended` is given the index of each as it is done.
 
     Raises RuntimeError if one could not be answered: the log says why.
     """
@@ -145,7 +205,9 @@ async def answer(
     while running or waiting:
         while waiting and len(running) < MAX_RUNNING:
             index = waiting.pop()
-            decoding = _open(tokenizer, *asked[index], str(index), runner.layout.block_size)
+            token_ids, sampling = asked[index]
+            sequence = TokenSequence(str(index), list(token_ids), len(token_ids), sampling, runner.layout.block_size)
+            decoding = DecodeSequence(sequence, Outbox())
             running[decoding] = index
             scheduler.add(decoding)
         await engine.step()
@@ -153,8 +215,3 @@ async def answer(
             if decoding.sequence.finish_reason is None:
                 raise RuntimeError(f"prompt {running[decoding]} could not be answered")
             ended(running.pop(decoding), decoding)
-
-
-def _open(tokenizer: Tokenizer, prompt: str, sampling: SamplingParams, name: str, block_size: int) -> DecodeSequence:
-    token_ids = tokenizer.encode_chat([ChatMessage("user", prompt)])
-    return DecodeSequence(TokenSequence(name, token_ids, len(token_ids), sampling, block_size), Outbox())

@@ -22,7 +22,7 @@ from decode.draft_head import CARD, DraftHead, HeadCard
 from decode.draft_planner import FixedDrafts
 from decode.drafter import Drafter
 from decode.eagle import EagleDrafter
-from decode.generations import answer, read_prompts
+from decode.generations import answer, read_prompts, tokens_of
 from decode.medusa import MedusaDrafter
 from decode.speculative_runner import SpeculativeRunner
 from decode.verification import Method
@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {}
     for file in sorted(given.prompts.glob("*.jsonl")):
         planner = Counting(given.drafts, config.max_position_embeddings)
-        asked = [(prompt, sampling) for prompt in read_prompts(file)[: given.max_prompts]]
-        asyncio.run(answer(runner, tokenizer, asked, lambda index, decoding: None, planner=planner))
+        asked = [(tokens_of(prompt, tokenizer), sampling) for prompt in read_prompts(file)[: given.max_prompts]]
+        asyncio.run(answer(runner, asked, lambda index, decoding: None, planner=planner))
         found[file.stem] = planner.acceptance
         shares = " ".join(f"{share:.0%}" for share in planner.acceptance)
         console.print(f"{given.model:12} {file.stem:12} {len(asked):3} prompts  accepted after those before: {shares}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from decode.draft_head import CARD, WEIGHTS
 from decode.eagle_training import Batch, EagleModule, eagle_losses
-from decode.generations import Generation, NoPrompts, generate, read_generations, read_prompts
+from decode.generations import Generation, NoPrompts, generate, read_generations, read_prompts, write_prompts
 from decode.head_data import HeadData
 from decode.head_training import Losses, Progress, TrainingOptions, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
@@ -46,6 +46,7 @@ class Job:
     work: Path
     output: Path
     answers_per_file: int
+    num_own_prompts: int
     max_tokens: int
     num_drafted_tokens: int  # size of the draft vocabulary
     intermediate_size: int
@@ -88,19 +89,29 @@ def _run(job: Job, folder: Path, console: Console) -> None:
 
 
 def _generations(job: Job, folder: Path, runner: TorchRunner, console: Console) -> list[Generation]:
-    """The same number of answers to each file's prompts, however few these are."""
+    """The same number of answers to each file's prompts, however few these are, and one to each of the model's own."""
     files = sorted(job.prompts.glob("*.jsonl"))
     if not files:
         raise NoPrompts(f"{job.prompts} holds no *.jsonl")
+    tokenizer = Tokenizer.load(folder)
     unique: dict[tuple[int, ...], Generation] = {}
+    if job.num_own_prompts:
+        own = job.work / "own.jsonl"
+        clock = _Ticker(console, "prompts of the model's own")
+        tell = partial(clock.tell, total=job.num_own_prompts)
+        write_prompts(runner, tokenizer, own, count=job.num_own_prompts, progress=tell)
+        files.append(own)
     for file in files:
-        prompts = read_prompts(file)[: job.answers_per_file]
+        prompts = read_prompts(file)
+        num_rounds = 1
+        if file.parent == job.prompts:
+            prompts = prompts[: job.answers_per_file]
+            num_rounds = -(-job.answers_per_file // len(prompts))
         path = job.work / f"answers-{file.name}"
-        num_rounds = -(-job.answers_per_file // len(prompts))
         clock = _Ticker(console, f"answers to {file.name}")
         generate(
             runner,
-            Tokenizer.load(folder),
+            tokenizer,
             prompts,
             path,
             num_rounds=num_rounds,
@@ -152,9 +163,10 @@ def _write(
     weights = {name: tensor.detach().bfloat16().contiguous() for name, tensor in module.state_dict().items()}
     offsets = (vocabulary - torch.arange(len(vocabulary))).to(torch.int32)
     save_file({**weights, "d2t": offsets}, job.output / WEIGHTS)
+    own = ["the model's own"] if job.num_own_prompts else []
     about = {
         "data": {
-            "prompts": sorted(path.name for path in job.prompts.glob("*.jsonl")),
+            "prompts": [*sorted(path.name for path in job.prompts.glob("*.jsonl")), *own],
             "answers": len(generations),
             "answer_tokens": sum(len(g.token_ids) - g.num_prompt_tokens for g in generations),
         },
@@ -225,14 +237,15 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
     parser.add_argument("--work", type=Path, required=True, help="folder for answers, hidden states, checkpoints")
     parser.add_argument("--output", type=Path, required=True, help="folder the head is written to")
     parser.add_argument("--answers", type=int, default=2000, help="to the prompts of each file; first ones greedy")
+    parser.add_argument("--own-prompts", type=int, default=0, help="prompts that the model writes itself, answered once")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--steps", type=int, default=1500, help="training steps")
-    parser.add_argument("--tokens-per-step", type=int, default=4096, help="with padding")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its highest")
+    parser.add_argument("--tokens-per-step", type=int, default=2048, help="with padding")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its highest")
     parser.add_argument("--draft-vocabulary", type=int, default=8192, help="tokens the head can draft")
     parser.add_argument("--intermediate-size", type=int, default=1152, help="of the EAGLE layer's feed-forward net")
     parser.add_argument("--heads", type=int, default=4, help="Medusa heads")
-    parser.add_argument("--passes", type=int, default=4, help="positions an EAGLE head is trained to draft")
+    parser.add_argument("--passes", type=int, default=3, help="positions an EAGLE head is trained to draft")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
     given = parser.parse_args(arguments)
     options = TrainingOptions(given.steps, given.tokens_per_step, given.learning_rate)
@@ -243,6 +256,7 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
         given.work,
         given.output,
         given.answers,
+        given.own_prompts,
         given.max_tokens,
         given.draft_vocabulary,
         given.intermediate_size,

@@ -208,7 +208,7 @@ def test_training_learns_and_goes_on_where_it_was_interrupted(
 
     def run(name: str, num_steps: int, stop_at: int | None = None) -> dict[str, Tensor]:
         module, losses = fresh()
-        options = TrainingOptions(40, tokens_per_batch=40, learning_rate=3e-3, warmup_steps=2, checkpoint_every=10)
+        options = TrainingOptions(40, tokens_per_batch=40, learning_rate=2e-2, warmup_steps=2, checkpoint_every=10)
 
         def report(progress: Progress) -> None:
             if progress.step == stop_at:
