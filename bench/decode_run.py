@@ -14,6 +14,7 @@ from decode.acceptance import DraftOutcome
 from decode.decoding import DecodeSequence
 from decode.draft_planner import DraftPlanner
 from decode.outbox import Outbox
+from decode.outlook import Ask
 from decode.scheduler import DecodeScheduler
 from model.block_pool import BlockPool
 from model.runner import Chunk, ModelRunner, SampledToken, StepOutput, VerifiedDraft
@@ -125,8 +126,17 @@ class DecodeRun:
     """`steps` are those so far; `answers` the tokens of the sequences that ended, by how many were opened before, and
     after `close` as far as they came of all others."""
 
-    def __init__(self, runner: ModelRunner, planner: DraftPlanner, prompts: PrefilledPrompts, batch: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        planner: DraftPlanner,
+        prompts: PrefilledPrompts,
+        batch: int,
+        outlook: Ask | None = None,
+    ) -> None:
+        """`outlook` tells the grades of the drafts; without it they are all taken to be alike."""
         self._runner = runner
+        self._outlook = outlook
         self._prompts = prompts
         self._batch = batch
         self._scheduler = DecodeScheduler(prompts.pool, max_running=batch, planner=planner)
@@ -167,10 +177,13 @@ class DecodeRun:
     def _step(self) -> DecodeStep:
         begin = time.perf_counter()
         chunks = [scheduled.chunk for scheduled in self._scheduler.schedule(MAX_STEP_TOKENS)]
+        scheduled_s = time.perf_counter() - begin
         lengths = [len(chunk.history) for chunk in chunks]
+        grades = [self._grade(chunk) for chunk in chunks]  # not timed: the planner has asked the same before
+        begin = time.perf_counter()
         output = self._runner.execute(chunks)
         self._scheduler.complete(output.sampled, output)
-        seconds = time.perf_counter() - begin
+        seconds = scheduled_s + time.perf_counter() - begin
         self._check(chunks)
         emitted = [len(chunk.history) - length for chunk, length in zip(chunks, lengths, strict=True)]
         step = DecodeStep(
@@ -179,11 +192,16 @@ class DecodeRun:
             num_sequences=len(chunks),
             num_tokens=sum(emitted),
             num_context_tokens=sum(lengths),
-            drafts=_drafts(chunks, output, emitted),
+            drafts=_drafts(chunks, output, emitted, grades),
             num_distinct_experts=_distinct_experts(output),
         )
         self._collect()
         return step
+
+    def _grade(self, chunk: Chunk) -> int:
+        if self._outlook is None or not chunk.num_draft_tokens:
+            return 0
+        return self._outlook(chunk.drafting, chunk.history).grade
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         """What would make figures of something else than a full batch that decodes."""
@@ -204,12 +222,14 @@ def _output(decoding: DecodeSequence) -> tuple[int, ...]:
     return tuple(decoding.sequence.token_ids[decoding.sequence.num_prompt_tokens :])
 
 
-def _drafts(chunks: Sequence[Chunk], output: StepOutput, emitted: Sequence[int]) -> tuple[DraftOutcome, ...]:
+def _drafts(
+    chunks: Sequence[Chunk], output: StepOutput, emitted: Sequence[int], grades: Sequence[int]
+) -> tuple[DraftOutcome, ...]:
     drafts = []
-    for index, (chunk, outcome, count) in enumerate(zip(chunks, output.sampled, emitted, strict=True)):
+    for index, (chunk, outcome, count, grade) in enumerate(zip(chunks, output.sampled, emitted, grades, strict=True)):
         if chunk.num_draft_tokens:
             num_drafted = outcome.num_drafted if isinstance(outcome, VerifiedDraft) else 0
-            drafts.append(DraftOutcome(str(index), chunk.num_draft_tokens, num_drafted, count - 1))
+            drafts.append(DraftOutcome(str(index), chunk.num_draft_tokens, num_drafted, count - 1, grade))
     return tuple(drafts)
 
 

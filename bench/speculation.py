@@ -126,8 +126,8 @@ class Bench:
         config = target.config
         routing = Routing(config.num_experts, config.num_experts_per_token) if config.num_experts else None
         policy = DraftPolicy(LONGEST_DRAFT, None if routing is None else ExpertCoverage(routing))
-        adaptive = AdaptiveDrafts(policy, LONGEST_DRAFT, self.max_context)
         runner = SpeculativeRunner(target, plan.make(target, Method.BLOCK), Method.BLOCK)
+        adaptive = AdaptiveDrafts(policy, LONGEST_DRAFT, self.max_context, runner.outlook)
         return Contest(target, runner, adaptive, self._grid.lengths, self.max_context, sampling)
 
     def _effort(self, num_cells_left: int) -> Effort:

@@ -62,7 +62,7 @@ class Contest:
         pool = BlockPool(self.target.num_blocks)
         prefilled = PrefilledPrompts(self.target, self.drafting, pool, prompts, self.sampling)
         if warm_up:
-            run = DecodeRun(self.drafting, self.adaptive, prefilled, batch)
+            run = DecodeRun(self.drafting, self.adaptive, prefilled, batch, self.drafting.outlook)
             run.advance(effort.warm_up_tokens * batch)
             run.close()
         runs = self._runs(prefilled, batch)
@@ -86,16 +86,17 @@ class Contest:
     def _runs(self, prompts: PrefilledPrompts, batch: int) -> dict[int, DecodeRun]:
         runs = {OFF: DecodeRun(self.target, NoDrafts(), prompts, batch)}
         for count in self.lengths:
-            planner = FixedDrafts(count, self.max_context_tokens)
-            runs[count] = DecodeRun(self.drafting, planner, prompts, batch)
-        runs[ADAPTIVE] = DecodeRun(self.drafting, self.adaptive, prompts, batch)
+            planner = FixedDrafts(count, self.max_context_tokens, self.drafting.outlook)
+            runs[count] = DecodeRun(self.drafting, planner, prompts, batch, self.drafting.outlook)
+        runs[ADAPTIVE] = DecodeRun(self.drafting, self.adaptive, prompts, batch, self.drafting.outlook)
         return runs
 
     def _figures(self, steps: dict[int, list[DecodeStep]], alike: float) -> Figures:
         config = self.target.config
         routing = Routing(config.num_experts, config.num_experts_per_token) if config.num_experts else None
         every = [step for run in steps.values() for step in run]
-        acceptance = acceptance_of(every, LONGEST_DRAFT)
+        fixed = {count: steps[count] for count in self.lengths}  # the adaptive run chose where to draft
+        acceptance = acceptance_of([step for run in fixed.values() for step in run], LONGEST_DRAFT)
         coverage = coverage_of(every, routing)
         plain = tokens_per_second(steps[OFF])
         plain_step_s = seconds_of(steps[OFF]) / len(steps[OFF])
@@ -104,7 +105,7 @@ class Contest:
             plain_tokens_per_s=plain,
             plain_step_s=plain_step_s,
             fixed={count: tokens_per_second(steps[count]) / plain for count in self.lengths},
-            predicted=predicted_speedups(list(steps.values()), acceptance, self.lengths, coverage),
+            predicted=predicted_speedups(steps[OFF], fixed, acceptance, coverage),
             adaptive=tokens_per_second(steps[ADAPTIVE]) / plain,
             adaptive_length=sum(asked) / sum(step.num_sequences for step in steps[ADAPTIVE]),
             acceptance=acceptance,

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.decode_run import DecodeStep
 from decode.coverage import ExpertCoverage, Routing
+from decode.outlook import NUM_GRADES
 from decode.step_time import StepShape, StepTime
 
 STALL = 4.0  # a step that took more than so many medians was held up by something else, and counts as so many
@@ -20,18 +22,19 @@ STALL = 4.0  # a step that took more than so many medians was held up by somethi
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """By position: chance that a draft stands if proposed and all before it stand, None where none got so far; share
-    of the drafts asked for that were proposed."""
+    """By position: chance that a draft stands if all before it stand, None where none got so far, and the same by the
+    drafter's grade; in which share of their steps sequences had drafts."""
 
     rates: tuple[float | None, ...]
-    proposed: tuple[float, ...]
+    rates_by_grade: tuple[tuple[float | None, ...], ...]
+    offered: float
 
-    def expected(self, num_drafts: int) -> float:
-        """E of a step that asks for so many: what the formula says."""
+    def expected(self, num_drafts: int, grade: int) -> float:
+        """E of a sequence in a step that verifies so many of its drafts: what the formula says."""
         total = survival = 1.0
-        for rate, proposed in zip(self.rates[:num_drafts], self.proposed[:num_drafts], strict=True):
+        for rate in self.rates_by_grade[grade][:num_drafts]:
             survival *= rate or 0.0
-            total += survival * proposed
+            total += survival
         return total
 
 
@@ -78,19 +81,24 @@ def tokens_per_second(steps: Sequence[DecodeStep]) -> float:
     return sum(step.num_tokens for step in steps) / seconds_of(steps)
 
 
-def acceptance_of(steps: Iterable[DecodeStep], longest: int) -> Acceptance:
-    counts = np.zeros((4, longest))  # looked at, stood, asked for, proposed
+def acceptance_of(steps: Sequence[DecodeStep], longest: int) -> Acceptance:
+    counts = np.zeros((2, NUM_GRADES, longest))  # looked at, stood
     positions = np.arange(longest)
     for step in steps:
         for draft in step.drafts:
             num_looked = min(draft.num_accepted + 1, draft.num_drafted)
-            ends = np.array([[num_looked], [draft.num_accepted], [draft.num_asked], [draft.num_drafted]])
-            counts += positions < ends
-    looked, stood, asked, proposed = counts.tolist()
+            counts[:, draft.grade] += positions < np.array([[num_looked], [draft.num_accepted]])
+    num_drafts = sum(len(step.drafts) for step in steps)
     return Acceptance(
-        tuple(part / whole if whole else None for part, whole in zip(stood, looked, strict=True)),
-        tuple(part / whole if whole else 0.0 for part, whole in zip(proposed, asked, strict=True)),
+        _ratios(counts.sum(axis=1)),
+        tuple(_ratios(counts[:, grade]) for grade in range(NUM_GRADES)),
+        num_drafts / sum(step.num_sequences for step in steps),
     )
+
+
+def _ratios(counts: NDArray[np.float64]) -> tuple[float | None, ...]:
+    looked, stood = counts.tolist()
+    return tuple(part / whole if whole else None for part, whole in zip(stood, looked, strict=True))
 
 
 def draft_cost(steps: Iterable[DecodeStep], plain_step_s: float) -> float:
@@ -125,34 +133,42 @@ def coverage_of(steps: Iterable[DecodeStep], routing: Routing | None) -> ExpertC
 
 
 def predicted_speedups(
-    runs: Sequence[Sequence[DecodeStep]],
+    plain: Sequence[DecodeStep],
+    fixed: Mapping[int, Sequence[DecodeStep]],
     acceptance: Acceptance,
-    lengths: Sequence[int],
     coverage: ExpertCoverage | None,
 ) -> dict[int, float]:
-    """E(K) / T(B, K) in units of the plain step, as the policy forecasts it: by K.
+    """E(K) / T(B, K) in units of the plain step, as the policy forecasts them before each step: by K.
 
-    E follows from chances that are those of all runs together, T from the model of step times that the policy has,
-    which has seen the steps of all runs in the order in which they ran.
+    E is the mean over the steps of what is expected of their drafts, from how many there are of which grade and from
+    chances that are those of all runs together; T from the model of step times that the policy has, which has seen the
+    steps of all runs in the order in which they ran.
     """
     longest = len(acceptance.rates)
+    runs = [plain, *fixed.values()]
     times = StepTime(longest, coverage)
     for step in _interleaved(runs):
-        asked = sum(draft.num_asked for draft in step.drafts)
-        drafted = step.num_rows - step.num_sequences
-        shape = StepShape(step.num_sequences, step.num_context_tokens, drafted, asked, step.longest_draft)
-        times.observe(shape, step.seconds - step.draft_s, step.draft_s)
-    batch = runs[0][0].num_sequences
+        times.observe(_shape(step), step.seconds - step.draft_s, step.draft_s)
+    batch = plain[0].num_sequences
     context = round(statistics.fmean(step.num_context_tokens for run in runs for step in run))
     forecast = times.forecast(batch, context, batch * longest, longest)
-    drafts = np.arange(batch * longest + 1, dtype=np.float64)
     speedups = {}
-    for count in lengths:
-        num_proposed = batch * sum(acceptance.proposed[:count])
-        seconds = float(np.interp(num_proposed, drafts, forecast.verify_s))
-        seconds += float(forecast.draft_s[count] + forecast.draft_token_s[count] * batch * count)
-        speedups[count] = acceptance.expected(count) * float(forecast.verify_s[0]) / seconds
+    for count, steps in fixed.items():
+        num_tokens = seconds = 0.0
+        for step in steps:
+            shape = _shape(step)
+            drafts = [acceptance.expected(draft.num_drafted, draft.grade) for draft in step.drafts]
+            num_tokens += step.num_sequences - len(drafts) + sum(drafts)
+            seconds += float(forecast.verify_s[shape.num_draft_tokens])
+            seconds += forecast.drafting_s(shape.longest_draft, shape.num_asked_tokens)
+        speedups[count] = num_tokens / batch * forecast.plain_s / seconds
     return speedups
+
+
+def _shape(step: DecodeStep) -> StepShape:
+    num_asked = sum(draft.num_asked for draft in step.drafts)
+    num_drafted = step.num_rows - step.num_sequences
+    return StepShape(step.num_sequences, step.num_context_tokens, num_drafted, num_asked, step.longest_draft)
 
 
 def _interleaved(runs: Sequence[Sequence[DecodeStep]]) -> list[DecodeStep]:

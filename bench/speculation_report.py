@@ -78,13 +78,13 @@ def acceptance_table(cells: Sequence[Cell], lengths: Sequence[int]) -> Table:
     shown = [lengths[0], lengths[-1]] if len(lengths) > 1 else list(lengths)
     costs = [f"verify K={count}" for count in shown]
     _columns(table, ["batch", "set", "drafter"], [str(place) for place in range(1, longest + 1)])
-    _columns(table, [], ["proposed", "c", *costs, "alike"])
+    _columns(table, [], ["offered", "c", *costs, "alike"])
     for cell in cells:
         figures = cell.figures
         rates = ["-" if rate is None else f"{rate:.2f}" for rate in figures.acceptance.rates]
         verify = [f"{figures.verify_cost[count]:.2f}" for count in shown]
         table.add_row(
-            *(str(cell.batch), cell.prompt_set, cell.drafter, *rates, f"{figures.acceptance.proposed[0]:.0%}"),
+            *(str(cell.batch), cell.prompt_set, cell.drafter, *rates, f"{figures.acceptance.offered:.0%}"),
             *(f"{figures.draft_cost:.3f}", *verify, f"{figures.alike:.0%}"),
         )
     return table

@@ -1,8 +1,7 @@
-"""How likely a draft stands: by sequence and position, given that all before it stand. Old steps fade.
+"""How likely a draft stands: by sequence, grade and position, given that all before it stand. Old steps fade.
 
-A sequence about which little is known is taken to be like all others of this drafter; its own history pulls it away.
-A drafter may propose fewer tokens than it was asked for; how often it does is kept apart, since a token that was not
-proposed costs nothing either. Letters: S slots, B sequences of a step, K positions.
+A sequence about which little is known is taken to be like all others of this drafter, in drafts of the same grade; its
+own history pulls it away. Letters: S slots, B sequences of a step, G grades (see `decode.outlook`), K positions.
 """
 
 from __future__ import annotations
@@ -13,15 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from decode.outlook import NUM_GRADES
+
 Floats = NDArray[np.float64]
 
 _FIRST_ACCEPTANCE = 0.6  # of a drafter nobody has used yet
 _OWN_MEMORY = 0.98  # of a sequence, per step that looked at the position
 _POOL_MEMORY = 0.99
 _UNSEEN_MEMORY = 0.995  # of positions that a step did not reach: they slowly become like the one before, and are tried
-_PRIOR_COUNT = 12.0  # drafts of its own after which a sequence counts as much as its prior
+_PRIOR_COUNT = 12.0  # drafts of its own after which a sequence counts as much as what others say of it
+_LEAST_PRIOR_COUNT = 4.0  # the same, where there are no others
+_RATIO_COUNT = 4.0  # drafts that would stand by others', after which a sequence is taken to differ from them
 _NEIGHBOUR_COUNT = 2.0  # of a position: what the position before it says
 _HIGHEST = 0.99
+_HOPE = 2.0  # standard errors
 _FIRST_SLOTS = 32
 
 
@@ -33,6 +37,7 @@ class DraftOutcome:
     num_asked: int
     num_drafted: int
     num_accepted: int
+    grade: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_accepted <= self.num_drafted <= self.num_asked:
@@ -43,10 +48,17 @@ class DraftOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """`survival[i, j]`: that drafts 0 to j of sequence i stand, if proposed; `proposal[i, j]`: that they are."""
+    """`survival[i, j]`: that drafts 0 to j of sequence i stand; `hopeful[i, j]`: the most that this may be.
+
+    For the first draft that is two standard errors more, and for all as many times more.
+    """
 
     survival: Floats  # [B, K], falling along K
-    proposal: Floats  # [B, K], falling along K
+    hopeful: Floats  # [B, K], falling along K
+
+    def expected_tokens(self, lengths: Sequence[int]) -> float:
+        """Of all sequences together, in a step that verifies so many drafts of each."""
+        return len(lengths) + sum(float(self.survival[i, :length].sum()) for i, length in enumerate(lengths) if length)
 
 
 class AcceptanceBook:
@@ -54,72 +66,90 @@ class AcceptanceBook:
         self._positions = np.arange(longest_draft)
         self._slots: dict[str, int] = {}
         self._free = list(range(_FIRST_SLOTS))
-        # Decayed counts [4, S, K]: drafts looked at (all before them stood), that stood, that were asked for, proposed.
-        self._counts = np.zeros((4, _FIRST_SLOTS, longest_draft))
-        self._pool_counts = np.zeros((4, longest_draft))
-        self._pool_rates = np.full(longest_draft, _FIRST_ACCEPTANCE)
-        self._pool_proposal = np.ones(longest_draft)
+        # Decayed counts, [2, ...]: drafts looked at (all before them stood), and those of them that stood.
+        self._counts = np.zeros((2, _FIRST_SLOTS, NUM_GRADES, longest_draft))  # of each sequence
+        self._pool = np.zeros((2, NUM_GRADES, longest_draft))  # of all that there ever were
+        self._shares = np.zeros_like(self._counts)  # of the pool, each sequence's own: it is no evidence about itself
 
     @property
     def pool_rates(self) -> Floats:
         """Chance of each position, [K], given that all before it stood: the average over the pool."""
-        return self._pool_rates.copy()
+        looked = self._pool[0]
+        weights = looked + 1e-3 * looked[:, :1]  # what a grade has seen says most; where none has, how common it is
+        rates = _rates(self._pool)
+        if not weights.any():
+            return np.asarray(rates[0])
+        return np.asarray((weights * rates).sum(axis=0) / weights.sum(axis=0))
 
-    def chances(self, sequence_ids: Sequence[str]) -> Chances:
-        """Of every sequence, known or not."""
+    def chances(self, sequence_ids: Sequence[str], grades: Sequence[int]) -> Chances:
+        """Of every sequence, known or not, for drafts of these grades."""
         for sequence_id in sequence_ids:
             if sequence_id not in self._slots:
                 self._add(sequence_id)
-        looked, stood, asked, proposed = self._counts[:, [self._slots[name] for name in sequence_ids]]  # [B, K] each
-        expected = looked @ self._pool_rates
-        ratios = (stood.sum(axis=1) + _PRIOR_COUNT) / (expected + _PRIOR_COUNT)  # one for all positions of a sequence
-        priors = np.minimum(ratios[:, None] * self._pool_rates, _HIGHEST)
-        rates = (stood + _PRIOR_COUNT * priors) / (looked + _PRIOR_COUNT)
-        proposal = (proposed + _PRIOR_COUNT * self._pool_proposal) / (asked + _PRIOR_COUNT)
-        return Chances(np.cumprod(rates, axis=1), np.minimum.accumulate(proposal, axis=1))
+        slots, every = [self._slots[name] for name in sequence_ids], range(len(sequence_ids))
+        counts = self._counts[:, slots]  # [2, B, G, K]
+        others = np.maximum(self._pool[:, None] - self._shares[:, slots], 0.0)
+        pool_rates = _rates(others)  # [B, G, K]
+        expected = (counts[0] * pool_rates).sum(axis=(1, 2))
+        ratios = (counts[1].sum(axis=(1, 2)) + _RATIO_COUNT) / (expected + _RATIO_COUNT)  # one for all of a sequence
+        looked, stood = counts[:, every, grades]  # [B, K] each
+        priors = np.minimum(ratios[:, None] * pool_rates[every, grades], _HIGHEST)
+        known = np.minimum(others[0, every, grades, 0], _PRIOR_COUNT)  # [B], of others
+        prior_counts = np.maximum(known, _LEAST_PRIOR_COUNT)[:, None]
+        rates = (stood + prior_counts * priors) / (looked + prior_counts)
+        evidence = 1.0 + looked[:, 0] + known
+        doubt = np.sqrt((1.0 - rates[:, 0]) / rates[:, 0] / evidence)  # relative
+        survival: Floats = np.cumprod(rates, axis=1)
+        most = np.minimum(1.0 + _HOPE * doubt, _HIGHEST / rates[:, 0])
+        return Chances(survival, survival * most[:, None])
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Of one step. A sequence that was forgotten meanwhile counts for the pool only."""
         outcomes = [outcome for outcome in outcomes if outcome.num_asked > 0]
         if not outcomes:
             return
-        ends = np.array(
-            [(min(o.num_accepted + 1, o.num_drafted), o.num_accepted, o.num_asked, o.num_drafted) for o in outcomes]
-        ).T[:, :, None]  # [4, B, 1]
-        new = (self._positions < ends).astype(np.float64)  # [4, B, K]
-        seen = new[[0, 0, 2, 2]]  # which counts a draft had its say in
+        ends = np.array([(min(o.num_accepted + 1, o.num_drafted), o.num_accepted) for o in outcomes]).T
+        new = (self._positions < ends[:, :, None]).astype(np.float64)  # [2, B, K]
+        seen = new[0] > 0.0
+        grades = np.array([outcome.grade for outcome in outcomes])
+        for grade in set(grades.tolist()):
+            of_grade = grades == grade
+            memory = np.where(seen[of_grade].any(axis=0), _POOL_MEMORY, _UNSEEN_MEMORY)
+            self._pool[:, grade] = self._pool[:, grade] * memory + new[:, of_grade].sum(axis=1)
+            self._shares[:, :, grade] *= memory
         known = [index for index, outcome in enumerate(outcomes) if outcome.sequence_id in self._slots]
         slots = [self._slots[outcomes[index].sequence_id] for index in known]
-        self._counts[:, slots] = (
-            self._counts[:, slots] * np.where(seen[:, known], _OWN_MEMORY, _UNSEEN_MEMORY) + new[:, known]
-        )
-        self._observe_pool(new.sum(axis=1), np.asarray(seen.any(axis=1)))
+        memory = np.where(seen[known], _OWN_MEMORY, _UNSEEN_MEMORY)
+        self._counts[:, slots, grades[known]] = self._counts[:, slots, grades[known]] * memory + new[:, known]
+        self._shares[:, slots, grades[known]] += new[:, known]
 
     def forget(self, sequence_ids: Iterable[str]) -> None:
         """Ids that are not known are ignored."""
         for sequence_id in sequence_ids:
             slot = self._slots.pop(sequence_id, None)
             if slot is not None:
-                self._counts[:, slot] = 0.0
+                self._counts[:, slot] = self._shares[:, slot] = 0.0
                 self._free.append(slot)
 
     def _add(self, sequence_id: str) -> None:
         if not self._free:
             num_slots = self._counts.shape[1]
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
+            self._shares = np.concatenate([self._shares, np.zeros_like(self._shares)], axis=1)
             self._free = list(range(num_slots, 2 * num_slots))
         self._slots[sequence_id] = self._free.pop()
 
-    def _observe_pool(self, new: Floats, seen: NDArray[np.bool_]) -> None:
-        self._pool_counts = self._pool_counts * np.where(seen, _POOL_MEMORY, _UNSEEN_MEMORY) + new
-        looked, stood, asked, proposed = self._pool_counts.tolist()
-        rate, rates = _FIRST_ACCEPTANCE, []
-        for num_looked, num_stood in zip(looked, stood, strict=True):
-            rate = (num_stood + _NEIGHBOUR_COUNT * rate) / (num_looked + _NEIGHBOUR_COUNT)
-            rates.append(rate)
-        self._pool_rates = np.array(rates)
-        share, shares = 1.0, []
-        for num_asked, num_proposed in zip(asked, proposed, strict=True):
-            share = min(share, (num_proposed + _NEIGHBOUR_COUNT * share) / (num_asked + _NEIGHBOUR_COUNT))
-            shares.append(share)
-        self._pool_proposal = np.array(shares)
+
+def _rates(counts: Floats) -> Floats:
+    """Chances of each position given that all before it stood, [..., K], from counts [2, ..., K].
+
+    Where little was seen a position is like the one before it.
+    """
+    weights = counts[0] + _NEIGHBOUR_COUNT
+    rates: Floats = counts[1] / weights
+    inherited = _NEIGHBOUR_COUNT / weights
+    before: float | Floats = _FIRST_ACCEPTANCE
+    for position in range(rates.shape[-1]):
+        rates[..., position] += inherited[..., position] * before
+        before = rates[..., position]
+    return rates

@@ -7,24 +7,28 @@ import math
 from dataclasses import dataclass
 
 from decode.acceptance import DraftOutcome
+from decode.outlook import ANYTHING, Outlook
 
 
 class DraftReason(enum.StrEnum):
     FASTEST = "fastest"  # drafts, because that is expected to be fastest
     PLAIN_FASTEST = "plain_fastest"  # no drafts, for the same reason
     NO_ROOM = "no_room"  # no sequence may draft
+    NO_OFFER = "no_offer"  # for none that may the drafter has anything to propose
     NO_TIMES = "no_times"  # no step was measured yet: a plain one comes first
     TRY_SHAPE = "try_shape"  # a step of this size may be faster than forecast
+    TRY_DRAFTS = "try_drafts"  # too little is known of acceptance to say that plain is fastest
     TRY_PLAIN = "try_plain"  # the plain step's time is old
     PROBE = "probe"  # plain would be fastest, but a sequence is tried again
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDemand:
-    """A running sequence, and how many drafts it may have at most (see `most_useful_drafts`)."""
+    """A running sequence, how many drafts it may have at most (see `most_useful_drafts`), and what there is for it."""
 
     sequence_id: str
     most_drafts: int
+    outlook: Outlook = ANYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class DraftDecision:
     best_num_tokens: float = math.nan  # of the choice that seemed fastest
     best_s: float = math.nan
     expected_draft_s: float = math.nan  # of `expected_s`, the drafter's part
+    draft_cost: float = math.nan  # of one draft more: in tokens that the fastest choice emits in the time it takes
 
     @property
     def expected_speedup(self) -> float:

@@ -15,6 +15,7 @@ from decode.chain import grow_chains
 from decode.draft import Draft
 from decode.draft_sampling import DraftSampling
 from decode.drafter import Observed
+from decode.outlook import ANYTHING, Outlook
 from decode.verification import Method
 from model.config import ModelConfig
 from model.runner import Chunk, DraftingState
@@ -68,6 +69,9 @@ class DraftModelDrafter:
         first_layer = target.config.num_layers
         self._model = Transformer(config, placed, target.backend, target.cache, first_layer=first_layer)
         self._sampling = DraftSampling(config.vocab_size, None, method)
+
+    def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        return ANYTHING
 
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:
         slots = [self._slots_behind(chunk, chunk.history, len(chunk.history)) for chunk in chunks]

@@ -2,19 +2,18 @@
 
 For each longest draft (the cap) the most likely drafts come first. A draft is never likelier than the one before it in
 its sequence, so that each prefix of that list is possible, and it is the best choice of its size; time depends on size
-and cap only. So the best prefix over all caps is the best of all choices, as far as forecasts go. (With a drafter that
-proposes fewer tokens than asked, sizes are averages, and the last draft of a prefix may be one too many or too few.)
+and cap only. So the best prefix over all caps is the best of all choices, as far as forecasts go.
 Letters: B sequences, K positions, C caps 0 to K, M drafts that are possible.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decode.acceptance import Chances
 from decode.step_time import StepForecast
 
 Floats = NDArray[np.float64]
@@ -29,7 +28,7 @@ class DraftOptions:
     num_tokens: Floats  # expected to be emitted by all sequences together
     seconds: Floats
     rates: Floats  # tokens per second
-    num_rows: NDArray[np.intp]  # expected, beside one per sequence: an index into the forecast
+    num_drafts: NDArray[np.intp]  # an index into the forecast
     _owners: NDArray[np.intp]  # [M], sequence of each draft
     _positions: NDArray[np.intp]  # [M], from 1
     _num_sequences: int
@@ -50,28 +49,27 @@ class DraftOptions:
         return lengths
 
 
-def weigh(chances: Chances, limits: NDArray[np.intp], num_spare_tokens: int, forecast: StepForecast) -> DraftOptions:
-    """`limits`: drafts each sequence may have, [B]. `forecast` must reach as far as they do, together and at most."""
-    num_sequences, num_positions = chances.survival.shape
-    possible = np.arange(num_positions) < limits[:, None]
+def weigh(survival: Floats, limits: Sequence[int], num_spare_tokens: int, forecast: StepForecast) -> DraftOptions:
+    """`survival[i, j]`: that drafts 0 to j of sequence i stand, [B, K]. `limits`: drafts each sequence may have, [B].
+
+    `forecast` must reach as far as they do, together and at most.
+    """
+    num_sequences, num_positions = survival.shape
+    possible = np.arange(num_positions) < np.array(limits)[:, None]
     owners, positions = np.nonzero(possible)
-    survival = chances.survival[possible]
-    order = np.argsort(-survival, kind="stable")  # of equals, the one before comes first
+    likely = survival[possible]
+    order = np.argsort(-likely, kind="stable")  # of equals, the one before comes first
     owners, positions = owners[order], positions[order] + 1
-    proposal = chances.proposal[possible][order]
-    caps = np.arange(int(limits.max(initial=0)) + 1)
+    caps = np.arange(max(limits, default=0) + 1)
     taken = np.zeros((len(caps), len(order) + 1), dtype=np.bool_)
     taken[:, 1:] = positions <= caps[:, None]
     gains = np.zeros(len(order) + 1)
-    gains[1:] = survival[order] * proposal
+    gains[1:] = likely[order]
     num_tokens = num_sequences + np.cumsum(taken * gains, axis=1)
-    num_drafts = num_rows = np.cumsum(taken, axis=1, dtype=np.intp)
-    if proposal.min(initial=1.0) < 1.0:
-        gains[1:] = proposal
-        num_rows = np.rint(np.cumsum(taken * gains, axis=1)).astype(np.intp)
-    seconds = forecast.verify_s[num_rows]
+    num_drafts = np.cumsum(taken, axis=1, dtype=np.intp)
+    seconds = forecast.verify_s[num_drafts]
     seconds += forecast.draft_s[caps, None] + forecast.draft_token_s[caps, None] * num_drafts
     rates = num_tokens / seconds
     if num_spare_tokens < len(order):
         rates[num_drafts > num_spare_tokens] = 0.0
-    return DraftOptions(num_tokens, seconds, rates, num_rows, owners, positions, num_sequences)
+    return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, positions, num_sequences)

@@ -13,6 +13,7 @@ from decode.decoding import DecodeSequence
 from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome, most_useful_drafts
 from decode.draft_meter import DraftMeter
 from decode.draft_policy import DraftPolicy
+from decode.outlook import NOTHING, Ask
 from model.runner import Outcome, StepOutput, VerifiedDraft
 
 
@@ -53,67 +54,68 @@ class NoDrafts:
 
 
 class FixedDrafts(NoDrafts):
-    """So many for everybody, where they can be of use."""
+    """So many for everybody, where they can be of use and the drafter has as many."""
 
-    def __init__(self, num_drafts: int, max_context_tokens: int) -> None:
+    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: Ask) -> None:
         self._num_drafts = num_drafts
         self._max_context_tokens = max_context_tokens
+        self._outlook = outlook
+        self._asked: dict[DecodeSequence, int] = {}
 
     def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
         spare = num_tokens - len(decoding)
-        counts = []
+        self._asked = {}
         for each in decoding:
-            counts.append(min(spare, most_drafts(each, self._num_drafts, self._max_context_tokens)))
-            spare -= counts[-1]
-        metrics.DRAFTS.chosen(counts)
-        return counts
+            demand = demand_of(each, self._num_drafts, self._max_context_tokens, self._outlook)
+            self._asked[each] = min(spare, demand.most_drafts, demand.outlook.num_tokens)
+            spare -= self._asked[each]
+        return list(self._asked.values())
+
+    def withdraw(self, decoding: DecodeSequence) -> None:
+        self._asked[decoding] = 0
+
+    def learn(self, results: Items[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
+        metrics.DRAFTS.asked(self._asked.values())
 
 
 class AdaptiveDrafts:
     """By `DraftPolicy`: what is expected to emit most tokens per second."""
 
-    def __init__(self, policy: DraftPolicy, longest_draft: int, max_context_tokens: int) -> None:
+    def __init__(self, policy: DraftPolicy, longest_draft: int, max_context_tokens: int, outlook: Ask) -> None:
         self.policy = policy
         self.meter = DraftMeter()
         self._longest_draft = longest_draft
         self._max_context_tokens = max_context_tokens
+        self._outlook = outlook
         self._decision = DraftDecision((), DraftReason.NO_ROOM)
         self._asked: dict[DecodeSequence, int] = {}
+        self._grades: dict[DecodeSequence, int] = {}
         self._num_context_tokens = 0
 
     def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
         if not decoding:
             self._asked = {}  # of a step that failed nothing is learnt
             return []
-        demands = [
-            DraftDemand(each.sequence.sequence_id, most_drafts(each, self._longest_draft, self._max_context_tokens))
-            for each in decoding
-        ]
+        demands = [demand_of(each, self._longest_draft, self._max_context_tokens, self._outlook) for each in decoding]
         self._num_context_tokens = sum(each.sequence.num_tokens for each in decoding)
         self._decision = self.policy.choose(demands, self._num_context_tokens, num_tokens - len(decoding))
         self._asked = dict(zip(decoding, self._decision.draft_lengths, strict=True))
+        self._grades = {each: demand.outlook.grade for each, demand in zip(decoding, demands, strict=True)}
         metrics.DECISIONS.labels(self._decision.reason).inc()
-        metrics.DRAFTS.chosen(self._decision.draft_lengths)
         return self._decision.draft_lengths
 
     def withdraw(self, decoding: DecodeSequence) -> None:
         self._asked[decoding] = 0
 
     def learn(self, results: Items[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
-        drafts = []
-        for decoding, outcome in results:
-            asked = self._asked.get(decoding, 0)
-            if asked and isinstance(outcome, VerifiedDraft):
-                num_accepted = len(outcome.tokens) - 1
-                drafts.append(DraftOutcome(decoding.sequence.sequence_id, asked, outcome.num_drafted, num_accepted))
-            elif asked and not decoding.sequence.drafting.failed:
-                drafts.append(DraftOutcome(decoding.sequence.sequence_id, asked, 0, 0))
         if not self._asked:
             return
+        metrics.DRAFTS.asked(self._asked.values())
+        drafts = (self._draft(decoding, outcome) for decoding, outcome in results)
         step = StepOutcome(
             num_sequences=len(self._asked),
             num_context_tokens=self._num_context_tokens,
-            drafts=tuple(drafts),
+            drafts=tuple(draft for draft in drafts if draft is not None),
             verify_s=0.0 if was_mixed else output.compute_s - output.draft_s,
             draft_s=output.draft_s,
             num_distinct_experts=None if was_mixed else _distinct_experts(output),
@@ -121,6 +123,16 @@ class AdaptiveDrafts:
         self._measure(step)
         self.policy.observe(self._decision, step)
         self._asked = {}
+
+    def _draft(self, decoding: DecodeSequence, outcome: Outcome) -> DraftOutcome | None:
+        """None where none was asked for, or the drafter has failed."""
+        asked, grade = self._asked.get(decoding, 0), self._grades.get(decoding, 0)
+        if asked and isinstance(outcome, VerifiedDraft):
+            num_accepted = len(outcome.tokens) - 1
+            return DraftOutcome(decoding.sequence.sequence_id, asked, outcome.num_drafted, num_accepted, grade)
+        if asked and not decoding.sequence.drafting.failed:
+            return DraftOutcome(decoding.sequence.sequence_id, asked, 0, 0, grade)
+        return None
 
     def _measure(self, step: StepOutcome) -> None:
         num_drafted = sum(draft.num_drafted for draft in step.drafts)
@@ -130,7 +142,8 @@ class AdaptiveDrafts:
             num_experts = float(self.policy.coverage.predict(step.num_sequences, num_rows)[0])
             if num_drafted:
                 metrics.EXPERTS.observe(step.num_distinct_experts)
-        self.meter.observe(self._decision, step, num_experts)
+        if tuple(self._asked.values()) == self._decision.draft_lengths:  # or it was another step that was forecast
+            self.meter.observe(self._decision, step, num_experts)
 
     def forget(self, decoding: DecodeSequence) -> None:
         self.policy.forget([decoding.sequence.sequence_id])
@@ -147,6 +160,14 @@ def most_drafts(decoding: DecodeSequence, longest_draft: int, max_context_tokens
         longest_draft,
         sequence.sampling.max_draft_tokens,
     )
+
+
+def demand_of(decoding: DecodeSequence, longest_draft: int, max_context_tokens: int, outlook: Ask) -> DraftDemand:
+    """The drafter is asked only where a draft may be of use."""
+    sequence = decoding.sequence
+    most = most_drafts(decoding, longest_draft, max_context_tokens)
+    offered = outlook(sequence.drafting, sequence.token_ids) if most else NOTHING
+    return DraftDemand(sequence.sequence_id, most, offered)
 
 
 def _distinct_experts(output: StepOutput) -> float | None:

@@ -1,17 +1,16 @@
 """How many tokens each running sequence drafts in the next step: what is expected to emit most tokens per second.
 
-Acceptance is followed by sequence and position, time by the shape of the step; no drafts at all is one of the choices.
-What is uncertain is tried now and then, within a budget: a shape of step that may turn out faster than forecast, the
-plain step while drafting goes well, and sequences that stopped drafting. A choice depends on earlier steps only, never
-on what the target says in this one, so the output keeps its law.
+Acceptance is followed by sequence, grade and position, time by the shape of the step; no drafts at all is one of the
+choices, and the only one where the drafter has nothing. What is uncertain is tried now and then, within a budget: a
+shape of step that may turn out faster than forecast, the plain step while drafting goes well, drafts that may stand
+more often than it seems, and sequences that stopped drafting. A choice depends on the text and on earlier steps only,
+never on what the target says in this one, so the output keeps its law.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from decode.acceptance import AcceptanceBook, DraftOutcome
 from decode.coverage import ExpertCoverage
@@ -26,7 +25,7 @@ _MOST_LOSS = 10.0  # of one trial, in steps: what a stalled machine lost was not
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     exploration_share: float = 0.01  # of the time
-    most_exploration_steps: float = 8.0  # saved up; also what the first steps may lose
+    most_exploration_steps: float = 5.0  # saved up; also what the first steps may lose
     hysteresis: float = 0.01  # what drafting must gain over none, and another cap over the last one, to be chosen
     first_probe_wait: int = 16
     longest_probe_wait: int = 128
@@ -53,34 +52,43 @@ class DraftPolicy:
 
     def choose(self, demands: Sequence[DraftDemand], num_context_tokens: int, num_spare_tokens: int) -> DraftDecision:
         """`num_context_tokens`: of all sequences. `num_spare_tokens`: of the step, beside one token per sequence."""
-        limits = np.array([min(demand.most_drafts, self._longest_draft) for demand in demands], dtype=np.intp)
-        nothing = (0,) * len(demands)
-        if num_spare_tokens < 1 or not (limits > 0).any():
-            return DraftDecision(nothing, DraftReason.NO_ROOM)
-        if not self.step_time.is_known:
-            return DraftDecision(nothing, DraftReason.NO_TIMES)
-        chances = self.acceptance.chances([demand.sequence_id for demand in demands])
-        forecast = self.step_time.forecast(len(demands), num_context_tokens, int(limits.sum()), int(limits.max()))
-        options = weigh(chances, limits, num_spare_tokens, forecast)
+        limits = [min(each.most_drafts, each.outlook.num_tokens, self._longest_draft) for each in demands]
+        reason = self._reason_for_none(demands, limits, num_spare_tokens)
+        if reason is not None:
+            return DraftDecision((0,) * len(demands), reason)
+        chances = self.acceptance.chances(
+            [demand.sequence_id for demand in demands], [demand.outlook.grade for demand in demands]
+        )
+        forecast = self.step_time.forecast(len(demands), num_context_tokens, sum(limits), max(limits))
+        options = weigh(chances.survival, limits, num_spare_tokens, forecast)
         best = self._best(options)
         choice, reason = self._explore(options, best, forecast)
         lengths = options.draft_lengths(choice)
+        if reason is DraftReason.PLAIN_FASTEST and self._plain_at == self._step:  # a plain step between two trials
+            hopeful = weigh(chances.hopeful, limits, num_spare_tokens, forecast)
+            hoped = hopeful.draft_lengths(hopeful.best)
+            seconds = float(hopeful.seconds[hopeful.best])
+            if any(hoped) and self._may_lose(options, best, seconds, chances.expected_tokens(hoped)):
+                lengths, reason = hoped, DraftReason.TRY_DRAFTS
         probed_ids: tuple[str, ...] = ()
         if reason in (DraftReason.FASTEST, DraftReason.PLAIN_FASTEST):
             self._cap = best[0]
-            probed_ids = self._probe(demands, lengths, num_spare_tokens, options, best)
+            num_spare = min(num_spare_tokens - sum(lengths), self._settings.most_probes)
+            probed_ids = self._probe(demands, limits, lengths, num_spare, _draft_cost(options, best))
         if probed_ids and reason is DraftReason.PLAIN_FASTEST:
             reason = DraftReason.PROBE
+        draft_s = forecast.drafting_s(max(lengths), sum(lengths))
         return DraftDecision(
             tuple(lengths),
             reason,
             probed_ids,
-            float(options.num_tokens[choice]),
-            float(options.seconds[choice]),
+            chances.expected_tokens(lengths),
+            float(forecast.verify_s[sum(lengths)]) + draft_s,
             forecast.plain_s,
             float(options.num_tokens[best]),
             float(options.seconds[best]),
-            float(options.seconds[choice] - forecast.verify_s[options.num_rows[choice]]),
+            draft_s,
+            _draft_cost(options, best),
         )
 
     def observe(self, decision: DraftDecision, outcome: StepOutcome) -> None:
@@ -102,12 +110,25 @@ class DraftPolicy:
             self._plain_at = self._step
         self._budget.earn()
         if decision.reason in (DraftReason.TRY_SHAPE, DraftReason.TRY_PLAIN):
-            self._budget.spend(_loss(decision, outcome.verify_s + outcome.draft_s))
+            self._budget.spend(max(0.0, _loss(decision, outcome, decision.num_expected_tokens)))
+        elif decision.reason is DraftReason.TRY_DRAFTS and outcome.verify_s > 0:
+            num_tokens = outcome.num_sequences + sum(draft.num_accepted for draft in outcome.drafts)
+            self._budget.spend(_loss(decision, outcome, num_tokens))
 
     def forget(self, sequence_ids: Iterable[str]) -> None:
         sequence_ids = list(sequence_ids)
         self.acceptance.forget(sequence_ids)
         self._probes.forget(sequence_ids)
+
+    def _reason_for_none(
+        self, demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_tokens: int
+    ) -> DraftReason | None:
+        """Why nothing can be drafted, if so."""
+        if num_spare_tokens < 1 or not any(demand.most_drafts > 0 for demand in demands):
+            return DraftReason.NO_ROOM
+        if not any(limit > 0 for limit in limits):
+            return DraftReason.NO_OFFER
+        return None if self.step_time.is_known else DraftReason.NO_TIMES
 
     def _best(self, options: DraftOptions) -> Choice:
         """The fastest, but what is hardly slower goes first: no drafts, and then the cap of the step before."""
@@ -125,52 +146,57 @@ class DraftPolicy:
         plain_is_old = self._step - self._plain_at >= self._settings.plain_every
         if plain_is_old and self._budget.allows(0.0):  # loses less than a step, and so may overdraw
             return (0, 0), DraftReason.TRY_PLAIN
-        hopeful = options.highest(options.rates * (1.0 + forecast.doubt)[options.num_rows])
-        num_seen_hopeful, num_seen_best = forecast.num_seen[[options.num_rows[hopeful], options.num_rows[best]]]
-        if num_seen_hopeful < num_seen_best and self._may_lose(options, best, hopeful):
+        hopeful = options.highest(options.rates * (1.0 + forecast.doubt)[options.num_drafts])
+        num_seen_hopeful, num_seen_best = forecast.num_seen[[options.num_drafts[hopeful], options.num_drafts[best]]]
+        seconds, num_tokens = float(options.seconds[hopeful]), float(options.num_tokens[hopeful])
+        if num_seen_hopeful < num_seen_best and self._may_lose(options, best, seconds, num_tokens):
             return hopeful, DraftReason.TRY_SHAPE
         return best, DraftReason.FASTEST if best[1] else DraftReason.PLAIN_FASTEST
 
-    def _may_lose(self, options: DraftOptions, best: Choice, choice: Choice) -> bool:
-        loss_s = options.seconds[choice] - options.num_tokens[choice] / options.rates[best]
+    def _may_lose(self, options: DraftOptions, best: Choice, seconds: float, num_tokens: float) -> bool:
+        """Whether the budget allows a step of so many seconds that emits so many tokens."""
+        loss_s = seconds - num_tokens / options.rates[best]
         return self._budget.allows(max(0.0, float(loss_s / options.seconds[best])))
 
     def _probe(
         self,
         demands: Sequence[DraftDemand],
+        limits: Sequence[int],
         lengths: list[int],
-        num_spare_tokens: int,
-        options: DraftOptions,
-        best: Choice,
+        num_spare: int,
+        draft_cost: float,
     ) -> tuple[str, ...]:
-        """Gives one draft to sequences that have none and are due; changes `lengths`."""
-        num_spare = min(num_spare_tokens - sum(lengths), self._settings.most_probes)
+        """Gives one draft to sequences that could have some and have none, at most to `num_spare`; changes `lengths`.
+
+        `draft_cost`: see `DraftDecision`.
+        """
         probed_ids: list[str] = []
-        for index, demand in enumerate(demands):
-            if lengths[index] == 0 and demand.most_drafts > 0 and len(probed_ids) < num_spare:
-                loss = _row_cost(options, best)
-                if self._probes.is_due(demand.sequence_id, self._step) and self._budget.allows(loss):
-                    self._budget.spend(loss)
-                    lengths[index] = 1
-                    probed_ids.append(demand.sequence_id)
+        for index, (demand, limit) in enumerate(zip(demands, limits, strict=True)):
+            if lengths[index] or not limit or len(probed_ids) >= num_spare:
+                continue
+            is_due = self._probes.is_due(demand.sequence_id, demand.outlook.grade, self._step)
+            if is_due and self._budget.allows((len(probed_ids) + 1) * draft_cost / len(demands)):
+                lengths[index] = 1
+                probed_ids.append(demand.sequence_id)
         return tuple(probed_ids)
 
     def _note_drafts(self, decision: DraftDecision, drafts: Sequence[DraftOutcome]) -> None:
         for draft in drafts:
             if draft.sequence_id in decision.probed_ids:
-                self._probes.probed(draft.sequence_id, self._step, accepted=draft.num_accepted > 0)
+                self._budget.spend((decision.draft_cost - draft.num_accepted) / decision.best_num_tokens)
+                self._probes.probed(draft.sequence_id, draft.grade, self._step, accepted=draft.num_accepted > 0)
             elif draft.num_asked:
-                self._probes.drafted(draft.sequence_id, self._step)
+                self._probes.drafted(draft.sequence_id, draft.grade, self._step)
 
 
-def _row_cost(options: DraftOptions, best: Choice) -> float:
-    """What one draft more would cost if it were in vain, in steps."""
+def _draft_cost(options: DraftOptions, best: Choice) -> float:
+    """Of one more, in tokens that the best choice emits meanwhile: the chance from which it is worth it."""
     cap = max(best[0], 1)
     column = min(best[1] + 1, options.seconds.shape[1] - 1)
-    return max(0.0, float(options.seconds[cap, column] / options.seconds[best]) - 1.0)
+    return max(0.0, float((options.seconds[cap, column] - options.seconds[best]) * options.rates[best]))
 
 
-def _loss(decision: DraftDecision, seconds: float) -> float:
-    """Of a trial, in steps of the fastest choice: what it took beyond the time that choice emits as much in."""
-    useful_steps = decision.num_expected_tokens / decision.best_num_tokens
-    return min(max(0.0, seconds / decision.best_s - useful_steps), _MOST_LOSS)
+def _loss(decision: DraftDecision, outcome: StepOutcome, num_tokens: float) -> float:
+    """Of a trial, in steps of the fastest choice: what it took beyond the time that choice emits as many tokens in."""
+    seconds = outcome.verify_s + outcome.draft_s
+    return min(seconds / decision.best_s - num_tokens / decision.best_num_tokens, _MOST_LOSS)

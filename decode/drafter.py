@@ -1,7 +1,7 @@
 """The seam of drafters: who guesses the next tokens of a batch, to be verified by the target in one forward.
 
 A drafter keeps what it knows of a sequence in the sequence's own `DraftingState`, so that nothing is left of one that
-has gone. It is called on the compute thread, by `decode.speculative_runner` alone.
+has gone. It is called by `decode.speculative_runner` alone: on the compute thread, or between steps where that is said.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.outlook import Outlook
 from model.runner import Chunk, DraftingState
 from model.transformer import ForwardOutput
 
@@ -51,6 +52,13 @@ class Drafter(Protocol):
     @property
     def taps(self) -> Sequence[int]:
         """Layers of the target whose input it wants of every token."""
+        ...
+
+    def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        """What `propose` could give for a sequence with these tokens, all it has. Between steps, on the event loop.
+
+        So it takes microseconds, and the device is not waited for.
+        """
         ...
 
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:

@@ -21,6 +21,7 @@ from decode.draft import Draft
 from decode.draft_head import DraftHead
 from decode.draft_sampling import DraftSampling
 from decode.drafter import Observed
+from decode.outlook import ANYTHING, Outlook
 from decode.verification import Method
 from model.moe import Expert
 from model.runner import Chunk, DraftingState
@@ -72,6 +73,9 @@ class EagleDrafter:
         self._head = backend.linear([rows], [None])
         self._attention = backend.attention(config, target.cache, [None] * (self._layer + 1))
         self._sampling = DraftSampling(config.vocab_size, vocabulary, method)
+
+    def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        return ANYTHING
 
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:
         """A chain for each: the first token from the last slot that the target's features reach, then one by one."""

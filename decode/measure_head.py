@@ -24,6 +24,7 @@ from decode.drafter import Drafter
 from decode.eagle import EagleDrafter
 from decode.generations import answer, read_prompts, tokens_of
 from decode.medusa import MedusaDrafter
+from decode.outlook import Ask
 from decode.speculative_runner import SpeculativeRunner
 from decode.verification import Method
 from model.cache_folder import default_cache
@@ -41,8 +42,8 @@ NUM_BLOCKS = 2048
 class Counting(FixedDrafts):
     """`num_tried[i]`: drafts with a token at position i whose tokens before it stood; `num_stood[i]` of them stood."""
 
-    def __init__(self, num_drafts: int, max_context_tokens: int) -> None:
-        super().__init__(num_drafts, max_context_tokens)
+    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: Ask) -> None:
+        super().__init__(num_drafts, max_context_tokens, outlook)
         self.num_tried, self.num_stood = [0] * num_drafts, [0] * num_drafts
 
     def learn(self, results: Sequence[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sampling = SamplingParams(max_tokens=given.max_tokens, temperature=0.0, stop_token_ids=tokenizer.eos_token_ids)
     found = {}
     for file in sorted(given.prompts.glob("*.jsonl")):
-        planner = Counting(given.drafts, config.max_position_embeddings)
+        planner = Counting(given.drafts, config.max_position_embeddings, runner.outlook)
         asked = [(tokens_of(prompt, tokenizer), sampling) for prompt in read_prompts(file)[: given.max_prompts]]
         asyncio.run(answer(runner, asked, lambda index, decoding: None, planner=planner))
         found[file.stem] = planner.acceptance

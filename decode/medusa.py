@@ -19,6 +19,7 @@ from decode.draft import Draft
 from decode.draft_head import DraftHead
 from decode.draft_sampling import DraftSampling
 from decode.drafter import Observed
+from decode.outlook import NOTHING, Outlook
 from decode.verification import Method
 from model.runner import Chunk, DraftingState
 from model.torch_runner import TorchRunner
@@ -45,6 +46,9 @@ class MedusaDrafter:
         rows = target.model.head_weight if vocabulary is None else target.model.head_weight[vocabulary]
         self._head = backend.linear([rows if own is None else backend.place(own)], [None])
         self._sampling = DraftSampling(config.vocab_size, vocabulary, method)
+
+    def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        return NOTHING if drafting.value is None else Outlook(self.num_heads)
 
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:
         """All guesses in one pass, then place after place, since penalties depend on the tokens before."""

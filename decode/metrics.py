@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -52,19 +52,19 @@ def observe(stats: DecodeStats) -> None:
 
 
 class DraftCounts(Collector):
-    """Lengths of drafts, chosen, drafted and accepted, as plain tallies: a label look-up for each draft is dear.
+    """Lengths of drafts, asked for, drafted and accepted, as plain tallies: a label look-up for each draft is dear.
 
     `judged` are those whose predecessors all stand: accepted / judged of a position is its acceptance.
     """
 
     def __init__(self) -> None:
-        self._chosen, self._drafted, self._judged, self._accepted = ([0] * (MAX_DRAFT_TOKENS + 1) for _ in range(4))
+        self._asked, self._drafted, self._judged, self._accepted = ([0] * (MAX_DRAFT_TOKENS + 1) for _ in range(4))
         self._num_emitted = 0
 
-    def chosen(self, num_draft_tokens: Sequence[int]) -> None:
+    def asked(self, num_draft_tokens: Iterable[int]) -> None:
         """By sequence of a step."""
         for length in num_draft_tokens:
-            self._chosen[length] += 1
+            self._asked[length] += 1
 
     def verified(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """Of one sequence in one step. Fewer may be emitted than stand, where the answer ends."""
@@ -94,13 +94,13 @@ class DraftCounts(Collector):
         )
 
     def _lengths(self) -> HistogramMetricFamily:
-        cumulated = list(itertools.accumulate(self._chosen))
+        cumulated = list(itertools.accumulate(self._asked))
         buckets = [(str(float(bound)), float(cumulated[bound])) for bound in _LENGTHS]
         return HistogramMetricFamily(
             "pdserve_draft_length",
-            "Drafts chosen for a sequence in a step.",
+            "Drafts asked for of a sequence in a step.",
             buckets=[*buckets, ("+Inf", float(cumulated[-1]))],
-            sum_value=sum(length * count for length, count in enumerate(self._chosen)),
+            sum_value=sum(length * count for length, count in enumerate(self._asked)),
         )
 
 

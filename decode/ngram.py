@@ -6,6 +6,7 @@ sequence, so that a step costs the same however long the text is.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,10 +14,25 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafter import Observed
+from decode.outlook import ANYTHING, NOTHING, NUM_GRADES, Outlook
 from model.runner import Chunk, DraftingState
 from model.transformer import ForwardOutput
 
 LONGEST, SHORTEST = 4, 2  # tokens of an n-gram: one alone is followed by anything
+GRADES_FROM = (4, 7, 10)  # tokens that the text repeats already: the more they are, the likelier it goes on to
+INDEXED_AT_ONCE = 4096  # tokens: a long prompt must not hold the event loop up, so several steps share it
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The end of a text has stood in it before: `num_tokens` of it, just before `position`. More are not counted."""
+
+    position: int
+    num_tokens: int
+
+    @property
+    def grade(self) -> int:
+        return bisect_right(GRADES_FROM, self.num_tokens)
 
 
 @dataclass(slots=True)
@@ -27,20 +43,35 @@ class NgramIndex:
     followers: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """`token_ids` are all tokens so far."""
-        for position in range(max(self.num_tokens, SHORTEST), len(token_ids)):
+        """`token_ids` are all tokens so far. Of many new ones the first are taken, the others by later calls."""
+        end = min(len(token_ids), self.num_tokens + INDEXED_AT_ONCE)
+        for position in range(max(self.num_tokens, SHORTEST), end):
             for length in range(SHORTEST, min(LONGEST, position) + 1):
                 self.followers[tuple(token_ids[position - length : position])] = position
-        self.num_tokens = len(token_ids)
+        self.num_tokens = end
 
-    def continuation(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
-        """At most `count` tokens: those behind the longest n-gram at the end that has stood there before."""
+    def match(self, token_ids: Sequence[int]) -> Match | None:
+        """The latest place of the longest n-gram at the end that has stood there before."""
         for length in range(min(LONGEST, len(token_ids)), SHORTEST - 1, -1):
             position = self.followers.get(tuple(token_ids[-length:]))
             if position is not None:
-                period = len(token_ids) - position  # what stands behind the end is taken to repeat
-                return tuple(token_ids[position + place % period] for place in range(count))
-        return ()
+                while length < min(GRADES_FROM[-1], position) and (
+                    token_ids[position - length - 1] == token_ids[-length - 1]
+                ):
+                    length += 1
+                return Match(position, length)
+        return None
+
+    def continuation(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        """`count` tokens, those that followed the match; none without one."""
+        match = self.match(token_ids)
+        if match is None:
+            return ()
+        period = len(token_ids) - match.position  # what stands behind the end is taken to repeat
+        return tuple(token_ids[match.position + place % period] for place in range(count))
+
+
+_OUTLOOKS = tuple(Outlook(ANYTHING.num_tokens, grade) for grade in range(NUM_GRADES))
 
 
 class NgramDrafter:
@@ -50,8 +81,15 @@ class NgramDrafter:
     num_layers = 0
     taps = ()
 
+    def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        match = _index(drafting, token_ids).match(token_ids)
+        return NOTHING if match is None else _OUTLOOKS[match.grade]
+
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:
-        return [Draft(self._index(chunk).continuation(chunk.history, chunk.num_draft_tokens)) for chunk in chunks]
+        return [
+            Draft(_index(chunk.drafting, chunk.history).continuation(chunk.history, chunk.num_draft_tokens))
+            for chunk in chunks
+        ]
 
     def observe(self, observed: Sequence[Observed], output: ForwardOutput) -> None:
         """Nothing to keep: the index is brought up to date when it is asked."""
@@ -62,10 +100,12 @@ class NgramDrafter:
     def restore(self, drafting: DraftingState, num_computed_tokens: int, state: Tensor) -> None:
         raise ValueError("prompt look-up hands nothing over")
 
-    def _index(self, chunk: Chunk) -> NgramIndex:
-        index = chunk.drafting.value
-        if index is None:
-            index = chunk.drafting.value = NgramIndex()
-        assert isinstance(index, NgramIndex)
-        index.extend(chunk.history)
-        return index
+
+def _index(drafting: DraftingState, token_ids: Sequence[int]) -> NgramIndex:
+    """Of a sequence with these tokens, brought up to date."""
+    index = drafting.value
+    if index is None:
+        index = drafting.value = NgramIndex()
+    assert isinstance(index, NgramIndex)
+    index.extend(token_ids)
+    return index

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafter import Drafter, Observed
+from decode.outlook import NOTHING, Outlook
 from decode.verification import Method, Verdict, emitted, verify
 from model.kv_layout import KVLayout
 from model.runner import (
@@ -44,6 +45,7 @@ class SpeculativeRunner:
         self._target = target
         self._drafter = drafter
         self._method = method
+        self._num_failed_outlooks = 0
 
     @property
     def layout(self) -> KVLayout:
@@ -65,11 +67,24 @@ class SpeculativeRunner:
     def cache_device_id(self) -> int:
         return self._target.cache_device_id
 
+    def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        """What there is to be drafted for a sequence: see `Drafter.outlook`, whose failure is the end of drafting."""
+        if drafting.failed:
+            return NOTHING
+        try:
+            return self._drafter.outlook(drafting, token_ids)
+        except Exception:
+            logger.exception("the drafter could not say what it has for a sequence, which goes on without")
+            drafting.failed = True
+            self._num_failed_outlooks += 1
+            return NOTHING
+
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk], layer_done: LayerDone | None = None) -> StepOutput:
         begin = time.perf_counter()
         try:
             drafts, num_failed = self._propose(chunks)
+            num_failed, self._num_failed_outlooks = num_failed + self._num_failed_outlooks, 0
             draft_s = time.perf_counter() - begin
             step = _Step(chunks, drafts)
             output = self._target.forward(step.extended, layer_done, num_rows=step.num_rows, taps=self._drafter.taps)

@@ -22,7 +22,7 @@ _FLOOR_S = 1e-6
 _EXACT_ROWS, _ROWS_PER_OCTAVE, _MOST_ROWS = 16, 8, 4096
 _EXACT_SEQUENCES, _SEQUENCES_PER_OCTAVE, _MOST_SEQUENCES = 8, 4, 1024
 _DRIFT_STEPS = 9
-_DRIFT_NOISES = 2.1  # median error of so many steps, in noise, that shows the machine itself to be slower: 4 sigma
+_DRIFT_NOISES = 2.6  # median error of so many steps, in noise, that shows the machine itself to be slower: 5 sigma
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,10 @@ class StepForecast:
     @property
     def plain_s(self) -> float:
         return float(self.verify_s[0] + self.draft_s[0])
+
+    def drafting_s(self, longest: int, num_drafts: int) -> float:
+        """What so many drafts take the drafter, the longest of them of so many tokens."""
+        return float(self.draft_s[longest] + self.draft_token_s[longest] * num_drafts)
 
     @property
     def doubt(self) -> Floats:

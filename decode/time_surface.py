@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-_MOST_COUNT = 32.0  # a cell's mean is over about so many steps
+_MOST_COUNT = 64.0  # a cell's mean is over about so many steps
 _STALE_STEPS = 1000.0  # a cell not seen for so long counts half
-_SETTLED = 8.0  # steps after which a cell's mean says what to expect
+_SETTLED = 12.0  # steps after which a cell's mean says what to expect
 _CLIP = 4.0  # in noise: a step that was disturbed counts as if it had been this much slower
-_DROP = 0.67  # a new cell's mean is forgotten if a step took less than this share of it: it was the first that was odd
+_DROP = 0.33  # a new cell's mean is forgotten if a step took so much less, and as many noises: its first one was odd
+_DROP_NOISES = 5.0
 _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.02
 _SWEEPS = 12
-_REFIT_STEPS = 8
+_FIRST_STEPS, _REFIT_STEPS = 32, 8  # fitted after each of the first, then after each eighth
 _RIDGE = 1e-4
 
 
@@ -48,7 +49,7 @@ class TimeSurface:
         if settled:
             self.noise += _NOISE_RATE * (max(_LEAST_NOISE, min(abs(error), _CLIP * self.noise)) - self.noise)
             seconds = min(seconds, mean + _CLIP * self.noise * max(mean, self._floor_s))
-        elif count and seconds < _DROP * mean:
+        elif count and error < -max(_DROP, _DROP_NOISES * self.noise):
             count = 0.0
         count = min(count + 1.0, _MOST_COUNT)
         self._counts[group, cell] = count
@@ -56,7 +57,7 @@ class TimeSurface:
         self._features[group, cell] += (features - self._features[group, cell]) / count
         self._seen_at[group, cell] = self._num_steps
         self._num_steps += 1
-        if self._num_steps <= _MOST_COUNT or self._num_steps % _REFIT_STEPS == 0:
+        if self._num_steps <= _FIRST_STEPS or self._num_steps % _REFIT_STEPS == 0:
             self._refit()
         return error if settled else None
 

@@ -237,7 +237,9 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
     parser.add_argument("--work", type=Path, required=True, help="folder for answers, hidden states, checkpoints")
     parser.add_argument("--output", type=Path, required=True, help="folder the head is written to")
     parser.add_argument("--answers", type=int, default=2000, help="to the prompts of each file; first ones greedy")
-    parser.add_argument("--own-prompts", type=int, default=0, help="prompts that the model writes itself, answered once")
+    parser.add_argument(
+        "--own-prompts", type=int, default=0, help="prompts that the model writes itself, answered once"
+    )
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--steps", type=int, default=1500, help="training steps")
     parser.add_argument("--tokens-per-step", type=int, default=2048, help="with padding")

@@ -119,10 +119,10 @@ def draft_planner(
     if not isinstance(runner, SpeculativeRunner) or config.max_draft_tokens == 0:
         return NoDrafts()
     if config.draft_length == "fixed":
-        return FixedDrafts(config.max_draft_tokens, max_context_tokens)
+        return FixedDrafts(config.max_draft_tokens, max_context_tokens, runner.outlook)
     coverage = ExpertCoverage(Routing(model.num_experts, model.num_experts_per_token)) if model.num_experts else None
     policy = DraftPolicy(config.max_draft_tokens, coverage)
-    planner = AdaptiveDrafts(policy, config.max_draft_tokens, max_context_tokens)
+    planner = AdaptiveDrafts(policy, config.max_draft_tokens, max_context_tokens, runner.outlook)
     metrics.watch_drafting(
         planner.meter,
         lambda position: float(policy.acceptance.pool_rates[position]),

@@ -81,12 +81,17 @@ def answer(target: TorchRunner, prompt: list[int]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
+def planner_for(runner: SpeculativeRunner, num_drafts: int) -> DraftPlanner:
+    return FixedDrafts(num_drafts, CONTEXT, runner.outlook) if num_drafts else NoDrafts()
+
+
 def run_for(
-    target: TorchRunner, kind: str, planner: DraftPlanner, batch: int, num_tokens: int
+    target: TorchRunner, kind: str, num_drafts: int, batch: int, num_tokens: int
 ) -> tuple[DecodeRun, BlockPool]:
     runner = SpeculativeRunner(target, drafter(kind, target), Method.BLOCK)
     pool = BlockPool(target.num_blocks)
-    run = DecodeRun(runner, planner, PrefilledPrompts(target, runner, pool, PROMPTS, SAMPLING), batch)
+    prompts = PrefilledPrompts(target, runner, pool, PROMPTS, SAMPLING)
+    run = DecodeRun(runner, planner_for(runner, num_drafts), prompts, batch, runner.outlook)
     run.advance(num_tokens)
     return run, pool
 
@@ -96,22 +101,29 @@ def run_for(
 def test_answers_are_those_of_plain_decoding(target: TorchRunner, kind: str, num_drafts: int, batch: int) -> None:
     expected = [answer(target, prompt) for prompt in PROMPTS]
     assert len({len(tokens) for tokens in expected}) > 1  # some end by themselves
-    planner = FixedDrafts(num_drafts, CONTEXT) if num_drafts else NoDrafts()
-    run, _ = run_for(target, kind, planner, batch, 300)
+    run, _ = run_for(target, kind, num_drafts, batch, 300)
     assert len(run.answers) > len(PROMPTS)  # round and round
     for index, tokens in run.answers.items():
         assert tokens == expected[index % len(PROMPTS)], index
 
 
+def test_drafts_are_told_apart_by_grade(target: TorchRunner) -> None:
+    """The text repeats more and more, so its matches get longer."""
+    run, _ = run_for(target, "ngram", 3, 2, 200)
+    drafts = [draft for step in run.steps for draft in step.drafts]
+    assert {draft.grade for draft in drafts} > {0}
+
+
 @pytest.mark.parametrize("kind", ["ngram", "eagle"])
 def test_every_step_is_of_a_full_batch_and_every_token_is_counted(target: TorchRunner, kind: str) -> None:
-    run, pool = run_for(target, kind, FixedDrafts(3, CONTEXT), 4, 200)
+    run, pool = run_for(target, kind, 3, 4, 200)
     assert run.num_tokens == sum(step.num_tokens for step in run.steps) >= 200
     for step in run.steps:
         assert step.num_sequences == 4
         assert step.num_tokens <= step.num_rows <= 4 * (1 + 3)
         assert step.num_tokens == 4 + sum(draft.num_accepted for draft in step.drafts)
         assert 0.0 < step.draft_s < step.seconds
+        assert all(draft.num_drafted == draft.num_asked > 0 for draft in step.drafts)  # only what is there is asked for
         assert step.num_distinct_experts is not None and 2 <= step.num_distinct_experts <= 5
     held = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in PROMPTS)
     run.close()
@@ -125,7 +137,7 @@ def test_a_prompt_is_prefilled_once_for_all(target: TorchRunner) -> None:
     runner = SpeculativeRunner(target, drafter("eagle", target), Method.BLOCK)
     pool = BlockPool(target.num_blocks)
     prompts = PrefilledPrompts(target, runner, pool, PROMPTS, SAMPLING)
-    runs = [DecodeRun(runner, FixedDrafts(count, CONTEXT), prompts, 2) for count in (1, 3)]
+    runs = [DecodeRun(runner, planner_for(runner, count), prompts, 2) for count in (1, 3)]
     for round_number in range(1, 8):  # in turns, on the same cache
         for run in runs:
             run.advance(round_number * 12)
@@ -142,7 +154,7 @@ def test_the_drafter_starts_from_what_prefill_left(folder: Path) -> None:
     runner = SpeculativeRunner(target, itself, Method.BLOCK)
     endless = replace(SAMPLING, stop_token_ids=())
     prompts = PrefilledPrompts(target, runner, BlockPool(target.num_blocks), PROMPTS, endless)
-    run = DecodeRun(runner, FixedDrafts(3, CONTEXT), prompts, 2)
+    run = DecodeRun(runner, planner_for(runner, 3), prompts, 2)
     run.advance(200)
     drafts = [draft for step in run.steps for draft in step.drafts]
     assert len(drafts) > 40
@@ -172,7 +184,7 @@ def test_too_few_blocks_are_not_measured(target: TorchRunner) -> None:
 
 def test_a_cell_has_a_figure_for_every_way(target: TorchRunner) -> None:
     runner = SpeculativeRunner(target, drafter("ngram", target), Method.BLOCK)
-    adaptive = AdaptiveDrafts(DraftPolicy(7), 7, CONTEXT)
+    adaptive = AdaptiveDrafts(DraftPolicy(7), 7, CONTEXT, runner.outlook)
     contest = Contest(target, runner, adaptive, (1, 3), CONTEXT, SAMPLING)
     effort = Effort(0.0, least_rounds=3, warm_up_tokens=8)
     figures = contest.measure(PROMPTS, 2, effort, warm_up=True)

@@ -27,11 +27,11 @@ from decode.speedup import expected_tokens_by_position
 
 
 def step(
-    *drafts: tuple[int, int, int], seconds: float = 1.0, draft_s: float = 0.0, experts: float | None = None
+    *drafts: tuple[int, ...], seconds: float = 1.0, draft_s: float = 0.0, experts: float | None = None
 ) -> DecodeStep:
-    """One sequence for each (asked, drafted, accepted)."""
+    """One sequence for each (asked, drafted, accepted, grade)."""
     outcomes = tuple(DraftOutcome(str(index), *draft) for index, draft in enumerate(drafts) if draft[0])
-    num_tokens = len(drafts) + sum(accepted for _, _, accepted in drafts)
+    num_tokens = len(drafts) + sum(draft[2] for draft in drafts)
     return DecodeStep(seconds, draft_s, len(drafts), num_tokens, 100, outcomes, experts)
 
 
@@ -46,24 +46,21 @@ def test_a_stall_counts_as_a_few_steps() -> None:
 
 
 def test_acceptance_looks_only_where_all_before_stood() -> None:
-    steps = [step((3, 3, 3), (3, 3, 0)), step((3, 3, 1), (0, 0, 0)), step((3, 1, 1)), step((3, 0, 0))]
+    steps = [step((3, 3, 3, 0), (3, 3, 0, 1)), step((3, 3, 1, 1), (0, 0, 0)), step((3, 1, 1, 0)), step((0, 0, 0))]
     found = acceptance_of(steps, 4)
-    # Position 1: of four proposed three stood. Position 2: looked at after (3) and (1), not after the one that proposed
-    # no second; stood once. Position 3: looked at once. Position 4: never asked for.
+    # Position 1: of four three stood. Position 2: looked at after (3) and (1), not after the one that had no second;
+    # stood once. Position 3: looked at once. Position 4: never asked for.
     assert found.rates == (3 / 4, 1 / 2, 1.0, None)
-    assert found.proposed == (4 / 5, 3 / 5, 3 / 5, 0.0)
+    assert found.rates_by_grade[:3] == ((1.0, 1.0, 1.0, None), (1 / 2, 0.0, None, None), (None,) * 4)
+    assert found.offered == 4 / 6
 
 
 def test_expected_tokens_are_the_formulas() -> None:
     rates = (0.9, 0.7, 0.5)
-    found = Acceptance(rates, (1.0, 1.0, 1.0))
+    found = Acceptance(rates, ((None,) * 3, rates), 1.0)
     for count in range(4):
-        assert found.expected(count) == pytest.approx(expected_tokens_by_position(rates[:count]))
-
-
-def test_tokens_not_proposed_are_not_expected() -> None:
-    assert Acceptance((0.8, 0.5), (0.5, 0.25)).expected(2) == pytest.approx(1 + 0.5 * 0.8 + 0.25 * 0.8 * 0.5)
-    assert Acceptance((0.8, None), (1.0, 0.0)).expected(2) == pytest.approx(1.8)
+        assert found.expected(count, 1) == pytest.approx(expected_tokens_by_position(rates[:count]))
+        assert found.expected(count, 0) == 1.0
 
 
 def test_costs_are_in_plain_steps() -> None:
@@ -87,37 +84,55 @@ def test_beta_is_that_of_the_steps() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("proposes", [1.0, 0.4])
-def test_prediction_is_what_the_laws_say(batch: int, proposes: float) -> None:
-    """The drafter proposes now and then, and then everything; the machine takes time by the row."""
-    rng = random.Random(0)
+@pytest.mark.parametrize("shares", [{0: 1.0}, {1: 0.3, 3: 0.2}])
+def test_prediction_is_what_the_laws_say(batch: int, shares: dict[int, float]) -> None:
+    """The drafter has something now and then, by grade; the machine takes time by the row."""
+    rng, chances = random.Random(0), {0: 0.75, 1: 0.4, 3: 0.9}
 
-    def accepted(count: int) -> int:
-        return next((place for place in range(count) if rng.random() > 0.75), count)
+    def draft(count: int) -> tuple[int, int, int, int]:
+        draw = rng.random()
+        for grade, share in shares.items():
+            draw -= share
+            if count and draw < 0:
+                num_accepted = next((place for place in range(count) if rng.random() > chances[grade]), count)
+                return count, count, num_accepted, grade
+        return 0, 0, 0, 0
 
     def run(count: int) -> list[DecodeStep]:
         steps = []
         for _ in range(600):
-            drafted = [count if rng.random() < proposes else 0 for _ in range(batch)]
-            rows = batch + sum(drafted)
-            draft_s = 0.0005 * count
-            drafts = [(count, proposed, accepted(proposed)) for proposed in drafted]
+            drafts = [draft(count) for _ in range(batch)]
+            draft_s = 0.0005 * max(asked for asked, *_ in drafts)
+            rows = batch + sum(drafted for _, drafted, *_ in drafts)
             steps.append(step(*drafts, seconds=0.01 + 0.001 * (rows - 1) + draft_s, draft_s=draft_s))
         return steps
 
-    runs = [run(count) for count in (0, 1, 3, 5)]
-    found = predicted_speedups(runs, acceptance_of((s for r in runs for s in r), 7), (1, 3, 5), None)
-    plain_s = 0.01 + 0.001 * (batch - 1)
+    fixed = {count: run(count) for count in (1, 3, 5)}
+    acceptance = acceptance_of([each for steps in fixed.values() for each in steps], 7)
+    found = predicted_speedups(run(0), fixed, acceptance, None)
+    plain_s, idle = 0.01 + 0.001 * (batch - 1), 1 - sum(shares.values())
     for count in (1, 3, 5):
-        emitted = 1 + proposes * sum(0.75**place for place in range(1, count + 1))
-        seconds = plain_s + 0.001 * batch * count * proposes + 0.0005 * count
-        assert found[count] == pytest.approx(emitted * plain_s / seconds, rel=0.05), count
+        emitted = idle + sum(
+            share * sum(chances[grade] ** place for place in range(count + 1)) for grade, share in shares.items()
+        )
+        seconds = plain_s + 0.001 * batch * count * (1 - idle) + 0.0005 * count * (1 - idle**batch)
+        assert found[count] == pytest.approx(emitted * plain_s / seconds, rel=0.04), count
+
+
+def test_prediction_knows_how_often_there_was_something_to_draft() -> None:
+    """What is copied fast is over soon: a run of long drafts has something in fewer of its steps than one of short."""
+    short = [step((1, 1, 1, 2)), step((1, 1, 1, 2)), step((0, 0, 0))] * 100
+    long = [step((4, 4, 4, 2)), step((0, 0, 0)), step((0, 0, 0))] * 100
+    acceptance = acceptance_of([*short, *long], 4)
+    found = predicted_speedups([step((0, 0, 0))] * 100, {1: short, 4: long}, acceptance, None)
+    assert found == {1: pytest.approx(5 / 3, rel=0.02), 4: pytest.approx(7 / 3, rel=0.02)}
 
 
 def test_prediction_does_not_look_at_the_rate_it_predicts() -> None:
     """Chances come from all runs together: a run whose drafts all stood by chance is not believed."""
-    runs = [[step((0, 0, 0))] * 100, [step((1, 1, 0)), step((1, 1, 0))] * 100, [step((2, 2, 2))] * 100]
-    found = predicted_speedups(runs, acceptance_of((s for r in runs for s in r), 2), (1, 2), None)
+    fixed = {1: [step((1, 1, 0)), step((1, 1, 0))] * 100, 2: [step((2, 2, 2))] * 100}
+    acceptance = acceptance_of([each for steps in fixed.values() for each in steps], 2)
+    found = predicted_speedups([step((0, 0, 0))] * 100, fixed, acceptance, None)
     assert found[1] == pytest.approx(1 + 1 / 3, rel=0.05)
 
 

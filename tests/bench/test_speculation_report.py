@@ -41,7 +41,7 @@ def cell(
         predicted=predicted or fixed,
         adaptive=adaptive,
         adaptive_length=2.5,
-        acceptance=Acceptance((0.7, None), (1.0, 0.0)),
+        acceptance=Acceptance((0.7, None), ((0.7, None),), 1.0),
         draft_cost=0.05,
         verify_cost=dict.fromkeys(fixed, 1.2),
         experts={1: 2.0, 4: 4.0},

@@ -10,6 +10,7 @@ from decode.acceptance import DraftOutcome
 from decode.coverage import Routing, distinct_experts
 from decode.draft_decision import DraftDecision, DraftDemand, StepOutcome
 from decode.draft_policy import DraftPolicy
+from decode.outlook import ANYTHING, NOTHING, Outlook
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,25 @@ MIXTURE = Hardware(weights_s=0.3, expert_s=0.35, row_s=0.025)  # 8 experts, 2 ch
 SPARSE = Hardware(weights_s=0.3, expert_s=0.03, row_s=0.015, routing=Routing(128, 8))
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a drafter has in this share of the steps. `acceptance` of None: the sequence's own."""
+
+    share: float = 1.0
+    acceptance: float | None = None
+    outlook: Outlook = ANYTHING
+
+
 @dataclass
 class Simulation:
-    """Steps of one batch that never ends. `acceptance[i]` and `proposal[i]` (may be changed) are sequence i's truth."""
+    """Steps of one batch that never ends. `acceptance[i]` (may be changed) is sequence i's truth.
+
+    In the share of steps that no offer takes the drafter has nothing to propose for a sequence.
+    """
 
     hardware: Hardware
     acceptance: list[float]
-    proposal: float = 1.0  # chance that the drafter has anything to propose
+    offers: Sequence[Offer] = (Offer(),)
     noise: float = 0.05
     longest_draft: int = 7
     seed: int = 1
@@ -60,6 +73,7 @@ class Simulation:
     spent_s: float = 0.0  # without noise
     num_tokens: float = 0.0  # expected, by the true acceptances
     decisions: list[DraftDecision] = field(default_factory=list)
+    offered: list[list[tuple[float, Outlook]]] = field(default_factory=list)  # in each step, by sequence
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -67,35 +81,51 @@ class Simulation:
     def run(self, policy: DraftPolicy, num_steps: int) -> float:
         """Tokens per second of these steps, as expected from what was chosen."""
         self.spent_s = self.num_tokens = 0.0
-        self.decisions = []
+        self.decisions, self.offered = [], []
         for _ in range(num_steps):
             self._step(policy)
         return self.num_tokens / self.spent_s
 
     def _step(self, policy: DraftPolicy) -> None:
-        demands = [DraftDemand(str(index), self.longest_draft) for index in range(len(self.acceptance))]
+        offers = self.offers_of_a_step()
+        self.offered.append(offers)
+        demands = [DraftDemand(str(index), self.longest_draft, outlook) for index, (_, outlook) in enumerate(offers)]
         num_context_tokens = self.context_tokens * len(demands)
         decision = policy.choose(demands, num_context_tokens, 4096)
         asked = decision.draft_lengths
-        drafted = [length if self._random.random() < self.proposal else 0 for length in asked]
-        accepted = [self._accepted(index, length) for index, length in enumerate(drafted)]
-        verify_s = self.hardware.verify_s(drafted, num_context_tokens) * self.slowness
+        assert all(length <= outlook.num_tokens for length, (_, outlook) in zip(asked, offers, strict=True))
+        accepted = [self._accepted(chance, length) for length, (chance, _) in zip(asked, offers, strict=True)]
+        verify_s = self.hardware.verify_s(asked, num_context_tokens) * self.slowness
         draft_s = self.hardware.draft_s(asked) * self.slowness
         self.decisions.append(decision)
         self.spent_s += verify_s + draft_s
-        self.num_tokens += sum(emitted(self.acceptance[index], length) for index, length in enumerate(drafted))
+        self.num_tokens += sum(emitted(chance, length) for length, (chance, _) in zip(asked, offers, strict=True))
         outcomes = tuple(
-            DraftOutcome(str(index), asked[index], drafted[index], accepted[index])
-            for index in range(len(asked))
+            DraftOutcome(str(index), asked[index], asked[index], accepted[index], outlook.grade)
+            for index, (_, outlook) in enumerate(offers)
             if asked[index]
         )
-        experts = self._counted_experts(drafted) if self.hardware.expert_s else None
+        experts = self._counted_experts(asked) if self.hardware.expert_s else None
         policy.observe(
             decision,
             StepOutcome(
                 len(asked), num_context_tokens, outcomes, verify_s * self._noisy(), draft_s * self._noisy(), experts
             ),
         )
+
+    def offers_of_a_step(self) -> list[tuple[float, Outlook]]:
+        """By sequence: the acceptance that its drafts would have, and what is said of them."""
+        offers = []
+        for own in self.acceptance:
+            draw = self._random.random()
+            for offer in self.offers:
+                draw -= offer.share
+                if draw < 0:
+                    offers.append((own if offer.acceptance is None else offer.acceptance, offer.outlook))
+                    break
+            else:
+                offers.append((0.0, NOTHING))
+        return offers
 
     def _noisy(self) -> float:
         return max(0.5, self._random.gauss(1.0, self.noise))
@@ -105,9 +135,9 @@ class Simulation:
         spread = (expected * (1.0 - expected / num_experts)) ** 0.5  # of a count of independent experts
         return min(num_experts, self._random.gauss(expected, spread / 4))  # a mean over layers
 
-    def _accepted(self, index: int, num_drafted: int) -> int:
+    def _accepted(self, acceptance: float, num_drafted: int) -> int:
         for position in range(num_drafted):
-            if self._random.random() >= self.acceptance[index]:
+            if self._random.random() >= acceptance:
                 return position
         return num_drafted
 
@@ -117,12 +147,17 @@ def emitted(acceptance: float, num_drafts: int) -> float:
 
 
 def fixed_rates(simulation: Simulation) -> dict[int, float]:
-    """Tokens per second of every uniform draft length, with a drafter that always proposes."""
-    hardware, num_sequences = simulation.hardware, len(simulation.acceptance)
-    num_context_tokens = simulation.context_tokens * num_sequences
+    """Tokens per second of every uniform draft length, where the drafter had as many, in the steps of the last run."""
+    hardware = simulation.hardware
+    num_context_tokens = simulation.context_tokens * len(simulation.acceptance)
+    always = simulation.offers[0].share == 1.0
+    steps = [simulation.offers_of_a_step()] if always else simulation.offered
     rates = {}
-    for length in range(simulation.longest_draft + 1):
-        lengths = [length] * num_sequences
-        seconds = hardware.verify_s(lengths, num_context_tokens) + hardware.draft_s(lengths)
-        rates[length] = sum(emitted(acceptance, length) for acceptance in simulation.acceptance) / seconds
+    for longest in range(simulation.longest_draft + 1):
+        num_tokens = seconds = 0.0
+        for offers in steps:
+            lengths = [min(longest, outlook.num_tokens) for _, outlook in offers]
+            num_tokens += sum(emitted(chance, length) for length, (chance, _) in zip(lengths, offers, strict=True))
+            seconds += hardware.verify_s(lengths, num_context_tokens) + hardware.draft_s(lengths)
+        rates[longest] = num_tokens / seconds
     return rates

@@ -1,4 +1,4 @@
-"""Acceptance by sequence and position: what is counted, what a sequence inherits, and what fades."""
+"""Acceptance by sequence, grade and position: what is counted, what a sequence inherits, and what fades."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import pytest
 from decode.acceptance import AcceptanceBook, DraftOutcome
 
 
-def rates(book: AcceptanceBook, sequence_id: str) -> list[float]:
+def rates(book: AcceptanceBook, sequence_id: str, grade: int = 0) -> list[float]:
     """Chance of each position given those before it."""
-    survival = book.chances([sequence_id]).survival[0]
+    survival = book.chances([sequence_id], [grade]).survival[0]
     return list(survival / np.concatenate([[1.0], survival[:-1]]))
 
 
-def feed(book: AcceptanceBook, sequence_id: str, chances: list[float], num_steps: int, seed: int = 1) -> None:
+def feed(
+    book: AcceptanceBook, sequence_id: str, chances: list[float], num_steps: int, seed: int = 1, grade: int = 0
+) -> None:
     """Steps of a sequence whose draft j stands with chance `chances[j]` if all before it do."""
-    book.chances([sequence_id])
+    book.chances([sequence_id], [grade])
     draws = random.Random(seed)
     for _ in range(num_steps):
         num_accepted = next((j for j, chance in enumerate(chances) if draws.random() >= chance), len(chances))
-        book.observe([DraftOutcome(sequence_id, len(chances), len(chances), num_accepted)])
+        book.observe([DraftOutcome(sequence_id, len(chances), len(chances), num_accepted, grade)])
 
 
 def test_learns_conditional_chances_by_position() -> None:
@@ -60,7 +62,7 @@ def test_new_sequence_is_like_the_pool_and_its_own_history_pulls_it_away() -> No
             book.observe([DraftOutcome("new", 2, 2, 0)])
         own.append(rates(book, "new")[0])
     assert own == sorted(own, reverse=True)
-    assert own[0] > 0.85 and 0.2 < own[1] < 0.6 and own[4] < 0.15
+    assert own[0] > 0.85 and 0.1 < own[1] < 0.6 and own[4] < 0.15
     assert rates(book, "good")[0] > 0.7  # its neighbour goes on
 
 
@@ -78,31 +80,77 @@ def test_old_steps_fade() -> None:
     assert rates(book, "a")[0] < 0.3
 
 
-def test_drafter_that_proposes_less_than_asked() -> None:
-    """What was not proposed was not rejected."""
+def test_what_was_not_proposed_was_not_rejected() -> None:
     book, draws = AcceptanceBook(2), random.Random(2)
-    book.chances(["a"])
+    book.chances(["a"], [0])
     for _ in range(600):
         num_drafted = 2 if draws.random() < 0.25 else 0
         book.observe([DraftOutcome("a", 2, num_drafted, num_drafted)])
-    chances = book.chances(["a"])
-    assert chances.survival[0, 1] > 0.85
-    assert chances.proposal[0] == pytest.approx([0.25, 0.25], abs=0.12)
-    assert book.chances(["new"]).proposal[0] == pytest.approx([0.25, 0.25], abs=0.12)
+    assert book.chances(["a"], [0]).survival[0, 1] > 0.85
 
 
-def test_survival_and_proposal_never_rise_along_a_sequence() -> None:
+def test_grades_are_told_apart_and_inherited_apart() -> None:
+    """One sequence, whose drafts of grade 3 stand and those of grade 1 fall; a newcomer starts where each grade is."""
+    book, draws = AcceptanceBook(3), random.Random(4)
+    chances = {1: 0.2, 3: 0.9}
+    book.chances(["a"], [0])
+    for _ in range(800):
+        grade = draws.choice([1, 3])
+        num_accepted = next((j for j in range(3) if draws.random() >= chances[grade]), 3)
+        book.observe([DraftOutcome("a", 3, 3, num_accepted, grade)])
+    for name in ("a", "new"):
+        assert rates(book, name, 1)[0] == pytest.approx(0.2, abs=0.12)
+        assert rates(book, name, 3) == pytest.approx([0.9] * 3, abs=0.1)
+    both = book.chances(["a", "new"], [3, 1]).survival
+    assert both[0, 0] == pytest.approx(rates(book, "a", 3)[0]) and both[1, 0] == pytest.approx(rates(book, "new", 1)[0])
+    assert 0.2 < book.pool_rates[0] < 0.9  # what a draft has on average
+
+
+def test_own_failures_are_not_taken_for_everybody_elses_too() -> None:
+    """A lone sequence: its 8 failures are all that is known, and say no more of it when they are the pool as well."""
+    book = AcceptanceBook(1)
+    book.chances(["a"], [0])
+    for _ in range(8):
+        book.observe([DraftOutcome("a", 1, 1, 0)])
+    ratio = 4 / (7.5 * 0.6 + 4)  # its own have faded to 7.5
+    assert rates(book, "a")[0] == pytest.approx(4 * 0.6 * ratio / (7.5 + 4), abs=0.01)
+    assert rates(book, "new")[0] == pytest.approx(2 * 0.6 / (7.7 + 2), abs=0.01)  # to another they are all there is
+
+
+def test_hope_is_what_little_evidence_leaves_open() -> None:
+    book = AcceptanceBook(2)
+    ratios = []
+    for num_steps in (4, 40, 400):
+        feed(book, f"after {num_steps}", [0.5, 0.5], num_steps)
+        chances = book.chances([f"after {num_steps}"], [0])
+        assert (np.diff(chances.hopeful) <= 0).all() and (chances.hopeful < 1).all()
+        ratios.append(chances.hopeful[0] / chances.survival[0])
+        assert ratios[-1][0] == pytest.approx(ratios[-1][1])
+    assert ratios[0][0] > ratios[1][0] > ratios[2][0] > 1.0
+    # 400 steps count as 1 / (1 - 0.98) = 50, and what others did has faded: two standard errors of about 51 trials.
+    chance = chances.survival[0, 0]
+    assert ratios[2][0] == pytest.approx(1 + 2 * (chance * (1 - chance) / 51) ** 0.5 / chance, abs=0.01)
+
+
+def test_expected_tokens_are_one_and_what_stands() -> None:
+    book = AcceptanceBook(2)
+    chances = book.chances(["a", "b"], [0, 2])  # nobody has drafted: 0.6 each
+    assert chances.expected_tokens([0, 0]) == 2.0
+    assert chances.expected_tokens([2, 1]) == pytest.approx(2 + 0.6 + 0.36 + 0.6)
+
+
+def test_survival_never_rises_along_a_sequence() -> None:
     book, draws = AcceptanceBook(6), random.Random(5)
     names = [str(index) for index in range(50)]  # more than there is room for at first
     for _ in range(40):
-        chances = book.chances(names)
-        assert (np.diff(chances.survival, axis=1) <= 0).all() and (np.diff(chances.proposal, axis=1) <= 0).all()
-        assert (chances.survival >= 0).all() and (chances.survival <= 1).all()
+        grades = [draws.randrange(4) for _ in names]
+        survival = book.chances(names, grades).survival
+        assert (np.diff(survival, axis=1) <= 0).all() and (survival >= 0).all() and (survival <= 1).all()
         outcomes = []
-        for name in names:
+        for name, grade in zip(names, grades, strict=True):
             asked = draws.randint(0, 6)
             drafted = draws.randint(0, asked)
-            outcomes.append(DraftOutcome(name, asked, drafted, draws.randint(0, drafted)))
+            outcomes.append(DraftOutcome(name, asked, drafted, draws.randint(0, drafted), grade))
         book.observe(outcomes)
 
 
@@ -110,8 +158,8 @@ def test_order_of_sequences_does_not_matter() -> None:
     book = AcceptanceBook(1)
     feed(book, "bad", [0.1], 100)
     feed(book, "good", [0.9], 100)
-    both = book.chances(["good", "bad"]).survival[:, 0]
-    assert list(book.chances(["bad", "good"]).survival[:, 0]) == list(both[::-1])
+    both = book.chances(["good", "bad"], [0, 0]).survival[:, 0]
+    assert list(book.chances(["bad", "good"], [0, 0]).survival[:, 0]) == list(both[::-1])
     assert both[0] > 2 * both[1]
 
 

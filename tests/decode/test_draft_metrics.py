@@ -14,10 +14,11 @@ from decode.coverage import ExpertCoverage, Routing
 from decode.decoding import DecodeSequence
 from decode.draft_decision import DraftDecision, DraftReason, StepOutcome
 from decode.draft_meter import DraftMeter
-from decode.draft_planner import AdaptiveDrafts
+from decode.draft_planner import AdaptiveDrafts, FixedDrafts
 from decode.draft_policy import DraftPolicy
 from decode.outbox import Outbox
-from model.runner import Outcome, SampledToken, StepOutput, VerifiedDraft
+from decode.outlook import ANYTHING, NOTHING, Outlook
+from model.runner import DraftingState, Outcome, SampledToken, StepOutput, VerifiedDraft
 from model.sampling_params import SamplingParams
 from model.sequence import Sequence as TokenSequence
 
@@ -102,10 +103,10 @@ def test_tokens_by_position() -> None:
     assert told["emitted_tokens_total"] == 8
 
 
-def test_lengths_chosen_are_a_histogram() -> None:
+def test_lengths_asked_for_are_a_histogram() -> None:
     counts = metrics.DraftCounts()
-    counts.chosen([0, 0, 3, 7])
-    counts.chosen([10, 64])
+    counts.asked([0, 0, 3, 7])
+    counts.asked([10, 64])
     told = counted(counts)
     assert [told[f"length_bucket/{bound}"] for bound in ("0.0", "2.0", "3.0", "7.0", "8.0", "12.0", "32.0")] == [
         *(2, 2, 3, 4, 4, 5, 5)
@@ -124,7 +125,7 @@ def verified(num_drafted: int, num_accepted: int) -> VerifiedDraft:
 
 def test_planner_feeds_the_meter_and_the_gauges_read_it() -> None:
     coverage = ExpertCoverage(Routing(num_experts=8, num_chosen=2))
-    planner = AdaptiveDrafts(DraftPolicy(4, coverage), 4, 1000)
+    planner = AdaptiveDrafts(DraftPolicy(4, coverage), 4, 1000, lambda drafting, token_ids: ANYTHING)
     metrics.watch_drafting(planner.meter, lambda position: 0.5 - position / 10, 4, coverage)
     one = decoding()
 
@@ -154,3 +155,44 @@ def test_planner_feeds_the_meter_and_the_gauges_read_it() -> None:
     assert (gauge("verify_experts_count") or 0.0) - before == 1
     forecast = gauge("speedup_ratio", source="forecast")
     assert forecast is not None and forecast > 1.0
+
+
+def lengths() -> tuple[float, float]:
+    """Steps of sequences and drafts asked for, so far."""
+    told = counted(metrics.DRAFTS)
+    return told["length_count"], told["length_sum"]
+
+
+def test_drafts_that_were_withdrawn_are_not_counted() -> None:
+    offer = Outlook(3)
+    for planner in (
+        FixedDrafts(5, 1000, lambda drafting, token_ids: offer),
+        AdaptiveDrafts(DraftPolicy(5), 5, 1000, lambda drafting, token_ids: offer),
+    ):
+        staying, leaving = decoding(), decoding()
+        both = [staying, leaving]
+        if isinstance(planner, AdaptiveDrafts):
+            planner.plan(both, 64)
+            planner.learn([(each, SampledToken(9)) for each in both], StepOutput((), 0.01), was_mixed=False)
+        before = lengths()
+        asked = planner.plan(both, 64)[0]
+        assert 1 <= asked <= 3
+        planner.withdraw(leaving)
+        results = [(staying, verified(asked, 0)), (leaving, SampledToken(9))]
+        planner.learn(results, StepOutput((), 0.01), was_mixed=False)
+        assert [after - old for after, old in zip(lengths(), before, strict=True)] == [2, asked]
+
+
+def test_drafter_is_asked_about_the_text_and_not_where_nothing_may_be_drafted() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def outlook(drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        asked.append(tuple(token_ids))
+        return NOTHING
+
+    one, off = decoding(), decoding()
+    off.sequence.drafting.failed = True
+    one.sequence.append(8)
+    planner = AdaptiveDrafts(DraftPolicy(4), 4, 1000, outlook)
+    assert list(planner.plan([one, off], 64)) == [0, 0]
+    assert asked == [(5, 6, 7, 8)]

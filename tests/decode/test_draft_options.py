@@ -7,13 +7,13 @@ import random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from decode.acceptance import Chances
 from decode.draft_options import weigh
 from decode.step_time import StepForecast
 
 
-def random_case(draws: random.Random) -> tuple[Chances, list[int], int, StepForecast]:
+def random_case(draws: random.Random) -> tuple[NDArray[np.float64], list[int], int, StepForecast]:
     num_sequences, longest = draws.randint(1, 3), draws.randint(1, 3)
     rates = np.array([[draws.random() for _ in range(longest)] for _ in range(num_sequences)])
     limits = [draws.randint(0, longest) for _ in range(num_sequences)]
@@ -21,12 +21,11 @@ def random_case(draws: random.Random) -> tuple[Chances, list[int], int, StepFore
     verify_s = 1.0 + np.concatenate([[0.0], np.cumsum(steps)])
     draft_s = np.concatenate([[0.0], np.cumsum([draws.random() * 0.3 for _ in range(longest)])])
     forecast = StepForecast(verify_s, draft_s, np.full(longest + 1, 0.01), np.ones(len(verify_s)), 0.05)
-    chances = Chances(np.cumprod(rates, axis=1), np.ones_like(rates))
-    return chances, limits, draws.randint(0, sum(limits) + 1), forecast
+    return np.cumprod(rates, axis=1), limits, draws.randint(0, sum(limits) + 1), forecast
 
 
-def rate(chances: Chances, lengths: tuple[int, ...], forecast: StepForecast) -> float:
-    tokens = sum(1.0 + chances.survival[i, :length].sum() for i, length in enumerate(lengths))
+def rate(survival: NDArray[np.float64], lengths: tuple[int, ...], forecast: StepForecast) -> float:
+    tokens = sum(1.0 + survival[i, :length].sum() for i, length in enumerate(lengths))
     num_drafts, cap = sum(lengths), max(lengths)
     seconds = forecast.verify_s[num_drafts] + forecast.draft_s[cap] + forecast.draft_token_s[cap] * num_drafts
     return float(tokens / seconds)
@@ -35,28 +34,19 @@ def rate(chances: Chances, lengths: tuple[int, ...], forecast: StepForecast) -> 
 def test_no_other_choice_is_faster() -> None:
     draws = random.Random(11)
     for _ in range(300):
-        chances, limits, num_spare_tokens, forecast = random_case(draws)
-        options = weigh(chances, np.array(limits), num_spare_tokens, forecast)
+        survival, limits, num_spare_tokens, forecast = random_case(draws)
+        options = weigh(survival, limits, num_spare_tokens, forecast)
         lengths = tuple(options.draft_lengths(options.best))
         possible = itertools.product(*(range(limit + 1) for limit in limits))
-        best = max(rate(chances, choice, forecast) for choice in possible if sum(choice) <= num_spare_tokens)
+        best = max(rate(survival, choice, forecast) for choice in possible if sum(choice) <= num_spare_tokens)
         assert all(length <= limit for length, limit in zip(lengths, limits, strict=True))
         assert sum(lengths) <= num_spare_tokens
-        assert rate(chances, lengths, forecast) == pytest.approx(best)
+        assert rate(survival, lengths, forecast) == pytest.approx(best)
         assert options.rates[options.best] == pytest.approx(best)
 
 
 def test_likelier_drafts_come_first() -> None:
-    chances = Chances(np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.1]]), np.ones((2, 3)))
+    survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.1]])
     flat_then_steep = StepForecast(np.array([1.0, 1.0, 1.0, 1.0, 9, 9, 9]), np.zeros(4), np.zeros(4), np.ones(7), 0.05)
-    options = weigh(chances, np.array([3, 3]), 6, flat_then_steep)
+    options = weigh(survival, [3, 3], 6, flat_then_steep)
     assert options.draft_lengths(options.best) == [2, 1]
-
-
-def test_drafts_that_are_seldom_proposed_cost_as_seldom() -> None:
-    """One in ten is proposed and stands by 0.5. A row costs 0.3 of a step of two, so it pays, however seldom it is."""
-    chances = Chances(np.full((2, 1), 0.5), np.full((2, 1), 0.1))
-    forecast = StepForecast(np.array([1.0, 1.2, 1.4]), np.zeros(2), np.zeros(2), np.ones(3), 0.05)
-    options = weigh(chances, np.array([1, 1]), 2, forecast)
-    assert options.draft_lengths(options.best) == [1, 1]
-    assert options.num_tokens[options.best] == pytest.approx(2.1)

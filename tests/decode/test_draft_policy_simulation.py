@@ -11,13 +11,16 @@ from statistics import mean
 import pytest
 
 from decode.coverage import ExpertCoverage
+from decode.draft_decision import DraftReason
 from decode.draft_policy import DraftPolicy
+from decode.outlook import Outlook
 from tests.decode.simulated_hardware import (
     COMPUTE_BOUND,
     DENSE,
     MIXTURE,
     SPARSE,
     Hardware,
+    Offer,
     Simulation,
     emitted,
     fixed_rates,
@@ -114,15 +117,61 @@ def test_load_changes_midway() -> None:
     assert one.run(policy, 100) >= 0.97 * max(fixed_rates(one).values())  # from the first step on
 
 
-def test_drafter_that_rarely_has_anything_to_say() -> None:
-    """Look-up finds a match in one step of four, and is then good: worth asking each time, since asking is free."""
-    hardware = Hardware(row_s=0.04, draft_step_s=0.0, draft_token_s=1e-5)
-    simulation, policy = Simulation(hardware, [0.8] * 4, proposal=0.25), policy_for(hardware)
+LONG, SHORT = Outlook(64, 3), Outlook(64, 0)
+ROWS = Hardware(free_rows=1, row_s=0.12, draft_step_s=0.001)  # every row costs
+FLAT = Hardware(row_s=0.04, draft_step_s=0.001)
+
+
+def shares_of_best_and_none(simulation: Simulation, num_steps: int = 400) -> tuple[float, float]:
+    """Of the rates of the best fixed length and of no drafts at all."""
+    policy = policy_for(simulation.hardware)
     simulation.run(policy, WARM_UP)
-    rate = simulation.run(policy, 300)
-    plain = fixed_rates(simulation)[0]
-    assert rate > 1.2 * plain
-    assert mean(mean(decision.draft_lengths) for decision in simulation.decisions) > 2.0
+    rate, rates = simulation.run(policy, num_steps), fixed_rates(simulation)
+    return rate / max(rates.values()), rate / rates[0]
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+@pytest.mark.parametrize("hardware", [FLAT, ROWS], ids=["flat", "rows"])
+def test_drafter_that_has_something_now_and_then(hardware: Hardware, num_sequences: int, noise: float) -> None:
+    """In three steps of ten, and then it is good: each step is decided by itself."""
+    simulation = Simulation(hardware, [0.9] * num_sequences, [Offer(0.3, 0.9, LONG)], noise)
+    of_best, of_none = shares_of_best_and_none(simulation)
+    assert of_best >= 0.97
+    assert of_none >= 0.98
+    nothing = [decision for decision in simulation.decisions if decision.reason is DraftReason.NO_OFFER]
+    assert len(nothing) == pytest.approx(400 * 0.7**num_sequences, abs=40)
+    assert not any(sum(decision.draft_lengths) for decision in nothing)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_good_and_bad_guesses_are_told_apart_by_grade(num_sequences: int) -> None:
+    """Where every row costs, what is good and what is worthless of a drafter is worth more than any fixed length."""
+    offers = [Offer(0.3, 0.9, LONG), Offer(0.3, 0.05, SHORT)]
+    simulation = Simulation(ROWS, [0.9] * num_sequences, offers)
+    of_best, _ = shares_of_best_and_none(simulation)
+    assert of_best >= 1.1
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+@pytest.mark.parametrize("hardware", [FLAT, ROWS], ids=["flat", "rows"])
+def test_worthless_guesses_cost_next_to_nothing(hardware: Hardware, num_sequences: int, noise: float) -> None:
+    simulation = Simulation(hardware, [0.0] * num_sequences, [Offer(0.5, 0.02, SHORT)], noise)
+    of_best, of_none = shares_of_best_and_none(simulation)
+    assert of_best >= 0.97
+    assert of_none >= 0.98
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("draft_step_s", [0.1, 0.3])
+def test_model_that_drafts_at_a_price(draft_step_s: float, acceptance: float, noise: float) -> None:
+    """Whatever the first drafts come to, by luck, of the price and of the drafts themselves."""
+    hardware = Hardware(free_rows=4, row_s=0.03, draft_step_s=draft_step_s)
+    shares = [shares_of_best_and_none(Simulation(hardware, [acceptance], noise=noise, seed=seed)) for seed in (1, 2, 3)]
+    assert mean(of_best for of_best, _ in shares) >= 0.975 and min(of_best for of_best, _ in shares) >= 0.96
+    assert min(of_none for _, of_none in shares) >= 0.97
 
 
 def test_finds_how_alike_neighbours_route() -> None:

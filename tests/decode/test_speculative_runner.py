@@ -19,6 +19,7 @@ from decode.eagle import EagleDrafter
 from decode.medusa import MedusaDrafter
 from decode.ngram import NgramDrafter
 from decode.outbox import Outbox
+from decode.outlook import ANYTHING, NOTHING, Outlook
 from decode.scheduler import DecodeScheduler
 from decode.speculative_runner import SpeculativeRunner
 from decode.verification import Method
@@ -65,6 +66,9 @@ class Oracle:
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self._answers = answers
+
+    def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        return ANYTHING
 
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:
         return [Draft(self._guess(chunk)) for chunk in chunks]
@@ -250,3 +254,46 @@ def test_a_drafter_that_fails_is_left_out(folder: Path, caplog: pytest.LogCaptur
     assert tokens(found) == expected
     assert all(decoding.sequence.drafting.failed for decoding in found[:4])
     assert "drafting for" in caplog.text
+
+
+def test_a_drafter_that_cannot_say_what_it_has_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(NgramDrafter):
+        def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+            raise RuntimeError("broken")
+
+    runner = SpeculativeRunner(load(folder), Failing(), Method.BLOCK)
+    drafting = DraftingState()
+    assert runner.outlook(drafting, [5, 9]) == NOTHING and drafting.failed
+    assert "the drafter could not say" in caplog.text
+    chunk = Chunk([5, 9], 0, [0], GREEDY, [5, 9], 2, 3, drafting)
+    assert [runner.execute([chunk]).num_failed_drafts for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle", "medusa", "model"])
+def test_what_a_drafter_says_it_has_is_what_it_proposes(folder: Path, name: str) -> None:
+    """Of every step of all sequences, before which it was asked."""
+    target = load(folder, num_draft_layers=NUM_DRAFT_LAYERS[name])
+    drafter = drafters()[name](target, Method.BLOCK)
+    runner = SpeculativeRunner(target, drafter, Method.BLOCK)
+    said: dict[DraftingState, int] = {}
+    told: list[tuple[int, int]] = []
+
+    class Asking(Always):
+        def plan(self, decoding: Sequence[DecodeSequence], num_tokens: int) -> list[int]:
+            for each in decoding:
+                sequence = each.sequence
+                said[sequence.drafting] = runner.outlook(sequence.drafting, sequence.token_ids).num_tokens
+            return super().plan(decoding, num_tokens)
+
+    def propose(chunks: Sequence[Chunk], original: Callable[..., list[Draft]] = drafter.propose) -> list[Draft]:
+        drafts = original(chunks)
+        told.extend(
+            (len(draft.token_ids), min(chunk.num_draft_tokens, said[chunk.drafting]))
+            for chunk, draft in zip(chunks, drafts, strict=True)
+        )
+        return drafts
+
+    setattr(drafter, "propose", propose)  # noqa: B010 - of this drafter alone
+    answer_all(runner, REQUESTS, Asking(5))
+    assert len(told) > 8 and sum(num_drafted for num_drafted, _ in told) > 0
+    assert all(num_drafted == num_said for num_drafted, num_said in told)

@@ -109,6 +109,14 @@ def test_outliers_hardly_count() -> None:
         assert seen.verify_s[length] == pytest.approx(DENSE.verify_s([length], CONTEXT), rel=0.08)
 
 
+def test_noise_is_not_taken_for_a_slower_machine() -> None:
+    step_time = trained(DENSE, [1], noise=0.2)
+    assert step_time.drift == 1.0
+    seen = forecast(step_time, 1)
+    for length in range(8):
+        assert seen.verify_s[length] == pytest.approx(DENSE.verify_s([length], CONTEXT), rel=0.1)
+
+
 def test_slower_machine_slows_every_forecast() -> None:
     """Only drafted steps are measured while it is slower; the plain step's forecast follows."""
     step_time, draws = trained(DENSE, [1]), random.Random(6)
