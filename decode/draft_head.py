@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,17 @@ class DraftHead:
         if "lm_head.weight" in weights:
             shapes["lm_head.weight"] = (num_drafted, config.hidden_size)
         _check_shapes(path, weights, shapes)
-        return cls(f"{kind}:{_digest(weights)}", card, weights, vocabulary)
+        return cls(f"{kind}:{_digest(weights, card.taps, vocabulary)}", card, weights, vocabulary)
+
+    def placed(self, config: ModelConfig) -> list[Tensor]:
+        """What takes memory beside the target: the weights, and a copy of the target's output rows if it drafts a part
+        of the vocabulary by them (without content here).
+        """
+        rows = []
+        if self.vocabulary is not None and "lm_head.weight" not in self.weights:
+            shape, dtype = (len(self.vocabulary), config.hidden_size), getattr(torch, config.dtype)
+            rows = [torch.empty(shape, dtype=dtype, device="meta")]
+        return [*self.weights.values(), *rows]
 
 
 def _vocabulary(path: Path, offsets: Tensor | None, vocab_size: int) -> Tensor | None:
@@ -156,9 +166,9 @@ def _check_shapes(path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str
             raise HeadUnusable(f"{name} of {path} has shape {list(found)}; this target needs {list(shape)}")
 
 
-def _digest(weights: Mapping[str, Tensor]) -> str:
-    """So that two workers exchange draft KV only if they have the same head."""
-    content = hashlib.sha256()
+def _digest(weights: Mapping[str, Tensor], taps: Sequence[int], vocabulary: Tensor | None) -> str:
+    """So that two workers exchange draft KV only if they have the same head, and it reads and drafts the same."""
+    content = hashlib.sha256(repr((list(taps), None if vocabulary is None else vocabulary.tolist())).encode())
     for name in sorted(weights):
         content.update(name.encode() + weights[name].contiguous().view(torch.uint8).numpy().tobytes())
     return content.hexdigest()[:12]

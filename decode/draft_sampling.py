@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decode.verification import Method
 from model.randomness import Purpose, seed_tensor
-from model.sampling import Row, choose, noisy_argmax, processed_scores
+from model.sampling import Row, choose, largest, noisy_argmax, processed_scores
 
 
 class DraftSampling:
@@ -33,7 +33,7 @@ class DraftSampling:
 
         None where the logits are not finite: neither the filters nor verification can do anything with them.
         """
-        highest, chosen = logits.max(dim=-1)
+        highest, chosen = largest(logits)
         chosen = chosen if self.vocabulary is None else self.vocabulary[chosen]
         likeliest = chosen.where(highest.isfinite(), -1).tolist()  # a maximum carries NaN along
         tokens: list[int | None] = [None if token < 0 else token for token in likeliest]

@@ -1,7 +1,8 @@
 """The seam of drafters: who guesses the next tokens of a batch, to be verified by the target in one forward.
 
 A drafter keeps what it knows of a sequence in the sequence's own `DraftingState`, so that nothing is left of one that
-has gone. It is called by `decode.speculative_runner` alone: on the compute thread, or between steps where that is said.
+has gone: a tensor, or a dataclass whose fields it assigns to, so that it can be put back where a call raises. It is
+called by `decode.speculative_runner` alone: on the compute thread, or between steps where that is said.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,11 @@ class HeadData:
 
     def length(self, index: int) -> int:
         return len(self._generations[index].token_ids)
+
+    def digest(self, indexes: Iterable[int]) -> str:
+        """Of the tokens of these generations, and which of them are answers."""
+        tokens = [(self._generations[index].num_prompt_tokens, self._generations[index].token_ids) for index in indexes]
+        return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Example:
         generation = self._generations[index]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from decode.head_data import HeadData
 Losses = Callable[[Batch], tuple[list[Tensor], list[Tensor]]]
 """Of one batch, by position in the draft: losses, and the share accepted up to there."""
 
+_TOLD = 4  # differences
+_REMEDY = "train as it was begun, or delete it"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
@@ -31,6 +34,10 @@ class TrainingOptions:
     checkpoint_every: int = 50
     max_tokens: int = 512  # of an example; the rest is left out
     seed: int = 0
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint is of another training: the message names what differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +100,19 @@ def train(
     options: TrainingOptions,
     checkpoint: Path,
     report: Callable[[Progress], None],
+    inputs: Mapping[str, str | int] | None = None,
 ) -> None:
-    """Trains in bfloat16 on float32 parameters, and goes on from `checkpoint` if there is one."""
+    """Trains in bfloat16 on float32 parameters, and goes on from `checkpoint` if there is one.
+
+    `inputs` say by what name and value the rest is known that decides what is learnt: the target, its taps, the draft
+    vocabulary, the passes.
+
+    Raises:
+        CheckpointMismatch: the checkpoint is of other options, data, sizes or inputs, or cannot be read.
+    """
     optimizers = _optimizers(module, options)
-    step = _restore(module, optimizers, checkpoint)
+    training = _training(module, optimizers, data, indexes, options, inputs or {})
+    step = _restore(module, optimizers, checkpoint, training)
     for batch in batches(data, indexes, options, start=step):
         if step >= options.num_steps:
             break
@@ -114,7 +130,7 @@ def train(
         step += 1
         report(Progress(step, loss.item(), tuple(a.item() for a in accepted)))
         if step % options.checkpoint_every == 0 or step == options.num_steps:
-            _save(module, optimizers, checkpoint, step)
+            _save(module, optimizers, checkpoint, training, step)
 
 
 @torch.no_grad()
@@ -137,7 +153,7 @@ def _schedule(step: int, options: TrainingOptions) -> float:
 
 
 def _optimizers(module: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, which here learns in half the steps of AdamW; AdamW for the rest."""
+    """Muon for matrices (Jordan et al., 2024; scaled as in arXiv 2502.16982), AdamW for the rest."""
     matrices = [each for each in module.parameters() if each.ndim == 2]
     vectors = [each for each in module.parameters() if each.ndim != 2]
     like_adamw: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}  # the same rate for both
@@ -145,18 +161,55 @@ def _optimizers(module: nn.Module, options: TrainingOptions) -> list[torch.optim
     return [muon, torch.optim.AdamW(vectors, options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def _save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], path: Path, step: int) -> None:
+def _training(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    data: HeadData,
+    indexes: Sequence[int],
+    options: TrainingOptions,
+    inputs: Mapping[str, str | int],
+) -> dict[str, str]:
+    """All that has to be the same for a checkpoint to be gone on from, by name. The number of steps may change."""
+    shapes = {f"shape of {name}": list(tensor.shape) for name, tensor in module.state_dict().items()}
+    chosen = {name: value for name, value in asdict(options).items() if name not in ("checkpoint_every", "num_steps")}
+    examples = {"number of examples": len(indexes), "digest of the examples": data.digest(indexes)}
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    everything = {**inputs, **chosen, **examples, "optimizers": names, **shapes}
+    return {name: str(value) for name, value in everything.items()}
+
+
+def _save(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    path: Path,
+    training: Mapping[str, str],
+    step: int,
+) -> None:
     partial = path.with_suffix(".part")
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    torch.save({"module": module.state_dict(), "optimizers": states, "step": step}, partial)
+    states = {"module": module.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    torch.save({**states, "training": dict(training), "step": step}, partial)
     partial.replace(path)
 
 
-def _restore(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], path: Path) -> int:
+def _restore(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], path: Path, training: Mapping[str, str]
+) -> int:
+    """The number of steps done."""
     if not path.exists():
         return 0
-    state = torch.load(path, weights_only=True)
+    try:
+        state = torch.load(path, weights_only=True)
+        found, step = dict(state["training"]), int(state["step"])
+    except Exception as error:  # torch, pickle and zipfile have one each
+        raise CheckpointMismatch(f"{path} is not a checkpoint of this program: {error!r}; {_REMEDY}") from error
+    names = [name for name in {**training, **found} if training.get(name) != found.get(name)]
+    if names:
+        told = [
+            f"{name} is {found.get(name, 'unknown')} there and {training.get(name, 'unknown')} here" for name in names
+        ]
+        more = f", and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+        raise CheckpointMismatch(f"{path} is of another training: {', '.join(told[:_TOLD])}{more}; {_REMEDY}")
     module.load_state_dict(state["module"])
     for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(each)
-    return int(state["step"])
+    return step

@@ -25,6 +25,7 @@ TOKENS = Counter("pdserve_decode_tokens", "Tokens by where their KV came from.",
 PREEMPTIONS = Counter("pdserve_decode_preemptions", "Times a sequence dropped its KV for want of blocks.")
 STAGE_SECONDS = Histogram("pdserve_decode_stage_seconds", "Seconds per stage.", ["stage"], buckets=_SECONDS)
 
+DRAFT_FAILURES = Counter("pdserve_draft_failures", "Sequences that draft no more because the drafter failed.")
 DECISIONS = Counter("pdserve_draft_decisions", "Steps by why so many tokens were drafted in them.", ["reason"])
 EXPERTS = Histogram(
     "pdserve_draft_verify_experts", "Distinct experts per layer of a step that verifies drafts.", buckets=_EXPERTS

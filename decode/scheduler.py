@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from decode import metrics
@@ -21,12 +22,23 @@ from model.runner import NonFiniteLogits, Outcome, SampledToken, StepOutput, Ver
 
 
 class DecodeScheduler:
-    """Implements `model.engine.Scheduler`. Event loop only."""
+    """Implements `model.engine.Scheduler`. Event loop only.
 
-    def __init__(self, pool: BlockPool, *, max_running: int, planner: DraftPlanner | None = None) -> None:
+    `prompts_wait` tells whether another scheduler has prompts that could be computed in the next step.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_running: int,
+        planner: DraftPlanner | None = None,
+        prompts_wait: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._pool = pool
         self._max_running = max_running
         self._planner = planner or NoDrafts()
+        self._prompts_wait = prompts_wait
         self._waiting: deque[DecodeSequence] = deque()  # preempted ones first
         self._running: list[DecodeSequence] = []  # oldest first
         self._in_step: dict[DecodeSequence, int] = {}  # to the number of tokens it runs
@@ -81,11 +93,11 @@ class DecodeScheduler:
     def _plan_drafts(self, num_tokens: int) -> dict[DecodeSequence, int]:
         """Blocks for drafts are taken only where they are free: nobody is preempted for a guess.
 
-        Nor is a prompt kept waiting for guesses: half of what the step has left is for those computed here.
+        Nor is a prompt kept waiting for guesses: half of what the step has left is for prompts.
         """
         decoding = list(self._in_step)
-        if any(each.sequence.num_uncomputed_tokens > 1 for each in self._running):
-            num_tokens -= (num_tokens - len(decoding)) // 2
+        if self._prompts_wait() or any(each.sequence.num_uncomputed_tokens > 1 for each in self._running):
+            num_tokens -= -(-(num_tokens - len(decoding)) // 2)
         planned = dict(zip(decoding, self._planner.plan(decoding, num_tokens), strict=True))
         for each, count in planned.items():
             if count and each.sequence.num_blocks_for(each.sequence.num_tokens + count) > self._pool.num_free:

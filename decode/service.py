@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -17,14 +18,16 @@ from kvtransfer import messages
 from kvtransfer.errors import LayoutMismatch
 from kvtransfer.receiver import Receiver, ReceiverOptions
 from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, tokens_message
-from kvtransfer.ticket import PeerDescription, SenderIdentity
+from kvtransfer.ticket import PeerDescription, ReceivedSequence, SenderIdentity
 from model.block_pool import BlockPool
-from model.runner import DraftingStates
+from model.runner import DraftingState, DraftingStates
 from model.sequence import Sequence
 from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.calls import Context
 from protos.errors import FailedPrecondition, InvalidArgument
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -40,6 +43,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         lease_s: float,
         wake: Callable[[], None],
         planner: DraftPlanner | None = None,
+        prompts_wait: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pool = pool
         self._layout = description.layout
@@ -48,7 +52,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._vocab_size = vocab_size
         self._states = states
         self._wake = wake
-        self.scheduler = DecodeScheduler(pool, max_running=max_running, planner=planner)
+        self.scheduler = DecodeScheduler(pool, max_running=max_running, planner=planner, prompts_wait=prompts_wait)
         self._arrivals = Arrivals(unclaimed_s=lease_s, drop=lambda received: pool.release(received.block_ids))
         self.receiver = Receiver(
             pool,
@@ -84,7 +88,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Commit(self, request: decode_pb2.HandoverRecord, context: Context) -> decode_pb2.CommitResponse:
         record = messages.record_from_message(request)
         check_token_ids("first_token_id", [record.first_token_id], self._vocab_size)
-        self._arrivals.committed(record.attempt_id, self.receiver.commit(record))
+        received = self.receiver.commit(record)
+        if not received.drafting and not self._restored(received).blocks_are_whole:
+            num_cached_blocks = received.num_cached_tokens // self._layout.block_size
+            self._pool.withdraw(received.block_ids[num_cached_blocks:])  # the sender's drafter has failed on the way
+        self._arrivals.committed(record.attempt_id, received)
         return decode_pb2.CommitResponse()
 
     async def Release(self, request: decode_pb2.ReleaseRequest, context: Context) -> decode_pb2.ReleaseResponse:
@@ -138,18 +146,24 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 f"{sequence.num_tokens}",
                 field="token_ids",
             )
-        try:
-            self._states.restore_drafting(sequence.drafting, received.num_tokens, received.drafting)
-        except Exception as error:
-            self._pool.release(received.block_ids)
-            if not isinstance(error, ValueError):
-                raise
-            raise FailedPrecondition(f"the prefill worker's drafting state: {error}", field="drafting") from error
+        sequence.drafting = self._restored(received)
         sequence.adopt(list(received.block_ids), received.num_tokens)
         sequence.append(received.first_token_id)
         decoding.num_received_tokens = received.num_received_tokens
         decoding.num_cached_tokens = received.num_cached_tokens
         decoding.added_at = time.monotonic()
+
+    def _restored(self, received: ReceivedSequence) -> DraftingState:
+        """To go on drafting. Where what came is of no use it has failed, and the answer is written without drafts."""
+        drafting = DraftingState()
+        try:
+            self._states.restore_drafting(drafting, received.num_tokens, received.drafting)
+        except Exception as error:
+            traceback = None if isinstance(error, ValueError) else error
+            logger.warning("attempt %s goes on without drafts: %s", received.attempt_id, error, exc_info=traceback)
+            metrics.DRAFT_FAILURES.inc()
+            return DraftingState(failed=True)
+        return drafting
 
     async def _stream(self, decoding: DecodeSequence) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         sequence = decoding.sequence

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from decode.blame import mark_failing
 from decode.draft import Draft
 from decode.drafter import Drafter, Observed
 from decode.outlook import NOTHING, Outlook
@@ -91,6 +92,7 @@ class SpeculativeRunner:
             outcomes, verdicts = self._verify(step, output)
             observed = step.observed(outcomes, verdicts)
             num_failed += self._observe(observed, output)
+            self._note_gaps(chunks)
             self._tell_draft_layers(layer_done)
         finally:
             self._target.wait_for_device()
@@ -110,8 +112,15 @@ class SpeculativeRunner:
     def restore_drafting(self, drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
         if not state:
             drafting.failed = self._drafter.num_layers > 0  # its KV is not all there
+            drafting.blocks_are_whole = not drafting.failed
             return
         self._drafter.restore(drafting, num_computed_tokens, _read(state))
+
+    def _note_gaps(self, chunks: Sequence[Chunk]) -> None:
+        """Nothing is stored in the drafter's layers for a sequence that has failed, from this step on."""
+        for chunk in chunks if self._drafter.num_layers else ():
+            if chunk.drafting.failed:
+                chunk.drafting.blocks_are_whole = False
 
     def _tell_draft_layers(self, layer_done: LayerDone | None) -> None:
         if layer_done is None or not self._drafter.num_layers:
@@ -126,14 +135,17 @@ class SpeculativeRunner:
         wanting = [index for index, chunk in enumerate(chunks) if chunk.num_draft_tokens and not chunk.drafting.failed]
         if not wanting:
             return drafts, 0
-        try:
-            made = self._drafter.propose([chunks[index] for index in wanting])
-        except Exception:
-            logger.exception("drafting for %d sequences failed; they go on without", len(wanting))
-            return drafts, _fail([chunks[index] for index in wanting])
-        for index, draft in zip(wanting, made, strict=True):
-            drafts[index] = draft
-        return drafts, sum(chunks[index].drafting.failed for index in wanting)
+
+        def propose(places: Sequence[int]) -> None:
+            indexes = [wanting[place] for place in places]
+            for index, draft in zip(indexes, self._drafter.propose([chunks[i] for i in indexes]), strict=True):
+                drafts[index] = draft
+
+        num_failed = mark_failing("drafting for", propose, [chunks[index].drafting for index in wanting])
+        for index in wanting if num_failed else ():
+            if chunks[index].drafting.failed:
+                drafts[index] = NO_DRAFT
+        return drafts, num_failed
 
     def _verify(self, step: _Step, output: ForwardOutput) -> tuple[tuple[Outcome, ...], list[Verdict | None]]:
         """By chunk; a verdict is None where no token was wanted or there is none to be had."""
@@ -156,14 +168,13 @@ class SpeculativeRunner:
         return tuple(outcomes), verdicts
 
     def _observe(self, observed: Sequence[Observed], output: ForwardOutput) -> int:
-        """Tells the drafter. If it fails, the step's tokens stand all the same; those sequences draft no more."""
+        """Tells the drafter. Where it fails, the step's tokens stand all the same; those sequences draft no more."""
         observed = [seen for seen in observed if not seen.chunk.drafting.failed]
-        try:
-            self._drafter.observe(observed, output)
-        except Exception:
-            logger.exception("the drafter could not follow %d sequences; they go on without", len(observed))
-            return _fail([seen.chunk for seen in observed])
-        return 0
+
+        def observe(places: Sequence[int]) -> None:
+            self._drafter.observe([observed[place] for place in places], output)
+
+        return mark_failing("following", observe, [seen.chunk.drafting for seen in observed])
 
 
 class _Step:
@@ -213,9 +224,3 @@ def _read(state: bytes) -> Tensor:
     if not bool(tensor.isfinite().all()):
         raise ValueError("the drafter's state is not finite")
     return tensor
-
-
-def _fail(chunks: Sequence[Chunk]) -> int:
-    for chunk in chunks:
-        chunk.drafting.failed = True
-    return len(chunks)

@@ -7,6 +7,7 @@ them, training. The head and its card are written to --output; what is left in -
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -25,7 +26,7 @@ from decode.draft_head import CARD, WEIGHTS
 from decode.eagle_training import Batch, EagleModule, eagle_losses
 from decode.generations import Generation, NoPrompts, generate, read_generations, read_prompts, write_prompts
 from decode.head_data import HeadData
-from decode.head_training import Losses, Progress, TrainingOptions, held_out, train
+from decode.head_training import CheckpointMismatch, Losses, Progress, TrainingOptions, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
 from model.cache_folder import default_cache
 from model.checkpoint import model_digest
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         folder = resolve_model(job.model, default_cache())
         _run(job, folder, console)
-    except (ModelUnavailable, NoPrompts) as error:
+    except (ModelUnavailable, NoPrompts, CheckpointMismatch) as error:
         sys.exit(f"Error: {error}")
 
 
@@ -82,7 +83,15 @@ def _run(job: Job, folder: Path, console: Console) -> None:
     held = [index for index in indexes if index % HELD_OUT_EVERY == 0]
     learning = [index for index in indexes if index % HELD_OUT_EVERY]
     teller = _Teller(console, job.training.num_steps, lambda: held_out(losses, data, held, job.training))
-    train(module, losses, data, learning, job.training, job.work / f"{job.kind}.pt", teller.tell)
+    inputs: dict[str, str | int] = {
+        "kind": job.kind,
+        "target": model_digest(folder),
+        "taps": str(taps),
+        "draft vocabulary": hashlib.sha256(vocabulary.numpy().tobytes()).hexdigest(),
+        "passes": job.passes,
+    }
+    checkpoint = job.work / f"{job.kind}.pt"
+    train(module, losses, data, learning, job.training, checkpoint, teller.tell, inputs)
     final = held_out(losses, data, held, job.training)
     _write(job, folder, module, vocabulary, taps, final, generations)
     console.print(f"{job.output}: held-out acceptance by position {_percent(final.acceptance)}")

@@ -19,7 +19,7 @@ from decode.draft import Draft
 from decode.rejection import block_decisions, leftover, token_decisions
 from model.randomness import Purpose, seed_tensor, uniforms
 from model.runner import Chunk, SampledToken
-from model.sampling import Row, choose, draw, processed_scores, token_logprobs
+from model.sampling import Row, choose, draw, largest, processed_scores, token_logprobs
 
 
 class Method(enum.StrEnum):
@@ -79,10 +79,7 @@ def verify(logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[Draft], met
     maximum; dense probabilities are made only for sequences that are judged by chances.
     """
     cases = _cases(chunks, drafts)
-    if all(case.is_judged(method) for case in cases):
-        highest = likeliest = logits.amax(dim=-1)  # several times cheaper without the indexes
-    else:
-        highest, likeliest = logits.max(dim=-1)
+    highest, likeliest = largest(logits)
     is_finite = torch.isfinite(highest).tolist()  # a maximum carries NaN along
     whole = [index for index, case in enumerate(cases) if all(is_finite[row] for row in case.span)]
     judged = {index: cases[index] for index in whole if cases[index].is_judged(method)}

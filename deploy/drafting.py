@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,22 +18,35 @@ from model.runner import ModelRunner
 from model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from decode.draft_head import DraftHead
     from decode.draft_planner import DraftPlanner
     from decode.drafter import Drafter
+    from decode.eagle import EagleDrafter
+    from decode.medusa import MedusaDrafter
     from decode.verification import Method
     from model.torch_runner import TorchRunner
 
 logger = logging.getLogger(__name__)
 
+_FEATURE_BYTES = 4  # as it travels
+_GENERATION_BYTES = 10  # of a block, at most
+_OTHER_RECORD_BYTES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """A drafter before its target is there: what the cache has to have room for, and how to make it."""
+    """A drafter before its target is there: what the cache has to have room for, and how to make it.
+
+    `weights` take memory beside the target's, in the form that these have.
+    """
 
     kind: str
     name: str
     num_layers: int
     make: Callable[[TorchRunner, Method], Drafter]
+    weights: Sequence[Tensor] = ()
 
 
 def choose_drafter(config: WorkerConfig, folder: Path) -> DrafterPlan | None:
@@ -74,14 +88,33 @@ def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
             f"--drafter {kind}: no {kind} head for {config.model} is at hand; name its folder with --draft-model, or "
             f"train one: python -m decode.train_head --kind {kind} --model {config.model}"
         )
-    head = DraftHead.load(where, kind, ModelConfig.from_folder(folder), digest)
+    model = ModelConfig.from_folder(folder)
+    head = DraftHead.load(where, kind, model, digest)
+    drafter = EagleDrafter if kind == "eagle" else MedusaDrafter
     if kind == "eagle":
-        return DrafterPlan(
-            kind, head.name, EagleDrafter.num_layers, lambda *seams: EagleDrafter(seams[0], head, seams[1])
+        _check_state_fits(len(head.card.taps) * model.hidden_size, config, model)
+    make = partial(_headed, drafter, head)
+    return DrafterPlan(kind, head.name, drafter.num_layers, make, head.placed(model))
+
+
+def _check_state_fits(num_features: int, config: WorkerConfig, model: ModelConfig) -> None:
+    """The features of a block go into the message that ends a hand-over, whose size has a limit."""
+    from protos.channel import MAX_MESSAGE_BYTES
+
+    num_blocks = -(-(config.max_context or model.max_position_embeddings) // config.block_size)
+    room = MAX_MESSAGE_BYTES - num_blocks * _GENERATION_BYTES - _OTHER_RECORD_BYTES
+    if config.block_size * num_features * _FEATURE_BYTES > room:
+        raise ValueError(
+            f"--drafter eagle hands over up to {config.block_size} x {num_features} features of a sequence at "
+            f"--block-size {config.block_size}, {config.block_size * num_features * _FEATURE_BYTES} bytes, which the "
+            f"message has no room for: --block-size must be at most {room // (num_features * _FEATURE_BYTES)}"
         )
-    return DrafterPlan(
-        kind, head.name, MedusaDrafter.num_layers, lambda *seams: MedusaDrafter(seams[0], head, seams[1])
-    )
+
+
+def _headed(
+    drafter: type[EagleDrafter] | type[MedusaDrafter], head: DraftHead, target: TorchRunner, method: Method
+) -> Drafter:
+    return drafter(target, head, method)
 
 
 def _model(config: WorkerConfig, folder: Path) -> DrafterPlan:
@@ -98,12 +131,12 @@ def _model(config: WorkerConfig, folder: Path) -> DrafterPlan:
     draft = ModelConfig.from_folder(draft_folder)
     check_same_vocabulary(Tokenizer.load(draft_folder), Tokenizer.load(folder))
     check_shape(draft, ModelConfig.from_folder(folder), config.max_context)
-    name = f"model:{model_digest(draft_folder)}"
+    name, weights = f"model:{model_digest(draft_folder)}", map_weights(draft_folder, draft)
 
     def make(target: TorchRunner, method: Method) -> Drafter:
-        return DraftModelDrafter(target, draft, map_weights(draft_folder, draft), name, method)
+        return DraftModelDrafter(target, draft, weights, name, method)
 
-    return DrafterPlan("model", name, draft.num_layers, make)
+    return DrafterPlan("model", name, draft.num_layers, make, list(weights.values()))
 
 
 def draft_planner(

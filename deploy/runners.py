@@ -67,6 +67,7 @@ def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
         num_threads=config.num_threads,
         num_draft_layers=0 if plan is None else plan.num_layers,
         drafter="" if plan is None else plan.name,
+        draft_weights=() if plan is None else plan.weights,
     )
     if plan is None:
         return target

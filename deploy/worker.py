@@ -104,6 +104,7 @@ class Worker:
             lease_s=config.lease_s,
             wake=self._wake,
             planner=draft_planner(config, runner, model, self._max_context_tokens),
+            prompts_wait=lambda: self._prefill.scheduler.can_run,
         )
         self._engine = Engine(
             runner,

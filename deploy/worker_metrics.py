@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from decode.metrics import DRAFT_FAILURES
 from kvtransfer.receiver import Receiver
 from model.block_pool import BlockPool
 from model.runner import Chunk, StepOutput, VerifiedDraft
@@ -26,7 +27,6 @@ EXPERT_IMBALANCE = Histogram(
     "Tokens of a layer's busiest expert over the mean of all, of one step.",
     buckets=(1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0),
 )
-DRAFT_FAILURES = Counter("pdserve_draft_failures", "Sequences that draft no more because the drafter failed.")
 BLOCKS = Gauge("pdserve_worker_blocks", "Blocks of the KV cache by state.", ["state"])
 SEQUENCES = Gauge("pdserve_worker_sequences", "Sequences by where they are.", ["pool", "state"])
 QUEUED_TOKENS = Gauge("pdserve_worker_queued_prefill_tokens", "Tokens whose KV has still to be computed here.")

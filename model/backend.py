@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from model.linear import Linear, Norm, TorchLinear, TorchNorm
 from model.moe import Expert, FeedForward, TorchFeedForward, TorchMoE
 
 logger = logging.getLogger(__name__)
+
+Part = TypeVar("Part", Linear, FeedForward)
 
 KERNELS = ("auto", "c", "mixed", "torch")
 # Tokens per matrix from which on other products take less time, measured on the feed-forward nets of the demo models.
@@ -169,46 +171,40 @@ class MixedBackend(KernelBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearByCount:
-    few: Linear
-    many: Linear
+class ByCount(Generic[Part]):
+    few: Part
+    many: Part
     num_tokens: int  # from which on they are many
 
+    def part_for(self, x: Tensor) -> Part:
+        return self.few if len(x) < self.num_tokens else self.many
+
+
+class LinearByCount(ByCount[Linear]):
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        return (self.few if len(x) < self.num_tokens else self.many)(x, add_to)
+        return self.part_for(x)(x, add_to)
 
 
-@dataclass(frozen=True, slots=True)
-class FeedForwardByCount:
-    few: FeedForward
-    many: FeedForward
-    num_tokens: int  # from which on they are many
-
+class FeedForwardByCount(ByCount[FeedForward]):
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
-        return (self.few if len(x) < self.num_tokens else self.many)(x, add_to)
+        return self.part_for(x)(x, add_to)
 
 
-@dataclass(frozen=True, slots=True)
-class MixedLinear:
-    few: Linear
-    many: Linear
-    num_tokens: int  # from which on they are many
+class MixedLinear(ByCount[Linear]):
+    """Many in bfloat16."""
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        if len(x) < self.num_tokens:
+        if self.part_for(x) is self.few:
             return self.few(x, add_to)
         y = self.many(x.bfloat16())
         return y.float() if add_to is None else add_to.add_(y)
 
 
-@dataclass(frozen=True, slots=True)
-class MixedFeedForward:
-    few: FeedForward
-    many: FeedForward
-    num_tokens: int  # from which on they are many
+class MixedFeedForward(ByCount[FeedForward]):
+    """Many in bfloat16."""
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
-        if len(x) < self.num_tokens:
+        if self.part_for(x) is self.few:
             return self.few(x, add_to)
         y = torch.zeros_like(x, dtype=torch.bfloat16)
         load = self.many(x.bfloat16(), add_to=y)

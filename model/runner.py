@@ -43,11 +43,13 @@ class Chunk:
 class DraftingState:
     """What a drafter knows of a sequence: it goes with the sequence and is changed by the runner, during a step, alone.
 
-    `failed`: drafting broke down once, and is over for this sequence.
+    `failed`: drafting broke down once, and is over for this sequence. `blocks_are_whole`: the blocks that it fills have
+    KV of the drafter's layers, too; without, no other sequence may start from them.
     """
 
     value: Any = None
     failed: bool = False
+    blocks_are_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,10 @@ class DraftingStates(Protocol):
     """Takes what is known of a sequence, to draft for it, from one worker to another."""
 
     def export_drafting(self, drafting: DraftingState) -> bytes:
-        """What another worker needs beside the KV to go on drafting; empty if nothing. Not during a step."""
+        """What another worker needs beside the KV to go on drafting; empty if nothing.
+
+        Not during a step of this sequence. It may wait for the device, so not on the event loop.
+        """
         ...
 
     def restore_drafting(self, drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:

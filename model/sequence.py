@@ -108,7 +108,9 @@ class Sequence:
         return len(surplus)
 
     def publish(self, pool: BlockPool) -> None:
-        """Makes the blocks that are full and computed findable."""
+        """Makes the blocks that are full and computed findable, unless the drafter's part of them is missing."""
+        if not self.drafting.blocks_are_whole:
+            return
         num_full = self.num_computed_tokens // self.block_size
         if num_full > self._num_published:
             hashes = self.block_hashes
@@ -121,4 +123,4 @@ class Sequence:
         pool.release(self.block_ids)
         self.block_ids = []
         self.num_computed_tokens = self.num_cached_tokens = self._num_published = 0
-        self.drafting = DraftingState(failed=self.drafting.failed)
+        self.drafting = DraftingState(None, self.drafting.failed, self.drafting.blocks_are_whole)

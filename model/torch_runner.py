@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from model import huge_pages
 from model.backend import Backend, choose_backend
@@ -57,6 +58,7 @@ class TorchRunner(NoDrafting):
         kernels: str = "auto",
         num_draft_layers: int = 0,
         drafter: str = "",
+        draft_weights: Iterable[Tensor] = (),
     ) -> TorchRunner:
         """Reads the checkpoint and takes the cache: `num_blocks` or as many as fit `kv_cache_bytes` or
         `kv_cache_share` of the memory that the weights leave. It has to hold a sequence of `max_context_tokens`
@@ -67,6 +69,7 @@ class TorchRunner(NoDrafting):
 
         `dtype` is that of the computation; "auto" is the checkpoint's. The C kernels always compute in float32, on
         the weights as they are stored. `kv_dtype` is "auto" for `dtype`. `num_threads` is torch's, for this process.
+        `draft_weights` will be placed later: room is left for them.
 
         Raises:
             UnreadableModel, UnsupportedModel: the folder holds no model that can be computed here.
@@ -89,7 +92,8 @@ class TorchRunner(NoDrafting):
         weights = map_weights(folder, config)
         backend = choose_backend(kernels, config, torch.device(device), getattr(torch, dtype))
         weight_bytes = sum(backend.placed_bytes(tensor) for tensor in weights.values())
-        free_bytes = available_bytes(torch.device(device)) - weight_bytes
+        draft_bytes = sum(backend.placed_bytes(tensor) for tensor in draft_weights)
+        free_bytes = available_bytes(torch.device(device)) - weight_bytes - draft_bytes
         num_blocks = _num_blocks(layout, num_blocks, kv_cache_bytes, kv_cache_share, free_bytes)
         check_memory(layout, num_blocks, max_context_tokens or config.max_position_embeddings, free_bytes)
         cache = PagedKVCache(layout, num_blocks, torch.device(device))

@@ -93,6 +93,11 @@ class PrefillScheduler:
     def num_running(self) -> int:
         return len(self._queue) - self.num_waiting
 
+    @property
+    def can_run(self) -> bool:
+        """Whether a prompt could be computed in the next step."""
+        return any(prefilling.may_run for prefilling in self._queue)
+
     def add(self, prefilling: PrefillSequence) -> None:
         self._queue.append(prefilling)
         self._take_turns(self._ranked())

@@ -133,7 +133,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         sequence = call.prefilling.sequence
         sent = SendStats(sent_tokens=0, sent_bytes=0)
         if call.outgoing is not None and sequence.finish_reason is None:
-            drafting = self._states.export_drafting(sequence.drafting)
+            drafting = await asyncio.to_thread(self._states.export_drafting, sequence.drafting)
             sent = await call.outgoing.commit(token.token_id, sequence.num_computed_tokens, drafting)
             call.outgoing = None
         stats = call.stats(sent)

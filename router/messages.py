@@ -50,11 +50,16 @@ def role_from_value(value: int, field: str) -> Role:
 
 
 def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
-    """Raises InvalidArgument for a layout that cannot be, or a role that is none."""
+    """Raises InvalidArgument for a layout or a context that cannot be, or a role that is none."""
     try:
         layout = KVLayout(**{field.name: getattr(hello.layout, field.name) for field in fields(KVLayout)})
     except ValueError as error:
         raise InvalidArgument(f"hello.layout: {error}", field="hello.layout") from None
+    if hello.max_context_tokens < 0:
+        raise InvalidArgument(
+            f"hello.max_context_tokens is {hello.max_context_tokens}; it must be at least 1, or 0 for the model's own",
+            field="hello.max_context_tokens",
+        )
     return WorkerProfile(
         id=WorkerId(hello.worker_id, hello.epoch),
         address=hello.address,

@@ -43,6 +43,7 @@ class Candidate:
     num_queued_tokens: int  # to be prefilled
     num_active: int  # sequences that decode, wait to, or are on their way
     num_free_blocks: int
+    max_context_tokens: int | None = None  # of a sequence; None: as many as the model allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +60,45 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs of its workers' caches: for its prompt, and with its answer. One token needs no decode."""
+    """What a request needs of its workers: for its prompt and one token, and in all. One token needs no decode."""
 
     num_blocks: int
     num_blocks_in_all: int
     wants_decode: bool
+    num_tokens: int = 0
+    num_tokens_in_all: int = 0
 
     def fits(self, worker: Candidate) -> bool:
         """Whether the worker's cache, were it empty, could hold what comes to it."""
-        is_kept = self.wants_decode and Role.DECODE in worker.role
-        return worker.num_blocks >= (self.num_blocks_in_all if is_kept else self.num_blocks)
+        return worker.num_blocks >= (self.num_blocks_in_all if self._is_kept(worker) else self.num_blocks)
+
+    def is_allowed(self, worker: Candidate) -> bool:
+        """Whether the worker takes sequences as long as what comes to it. It need not check that itself."""
+        most = worker.max_context_tokens
+        return most is None or most >= (self.num_tokens_in_all if self._is_kept(worker) else self.num_tokens)
+
+    def _is_kept(self, worker: Candidate) -> bool:
+        return self.wants_decode and Role.DECODE in worker.role
 
 
 def place(workers: Sequence[Candidate], demand: Demand, avoid: Collection[WorkerId], rng: random.Random) -> Placement:
     """Workers to `avoid`, or whose cache is too small, are taken only if there is no other (the latter will refuse).
 
-    Ties are broken at random, so that routers do not herd.
+    One that takes no sequences of this length never is: it may have come after the request. Ties are broken at random,
+    so that routers do not herd.
 
     Raises:
         NoWorker: says which role is missing.
     """
     prefill = _fitting(workers, Role.PREFILL, demand, avoid)
     if not prefill:
-        raise NoWorker(f"no worker can prefill: {_why_not(workers, Role.PREFILL)}")
+        raise NoWorker(f"no worker can prefill: {_why_not(workers, Role.PREFILL, demand)}")
     if not demand.wants_decode:
         return Placement(_least_queued(prefill, rng), None)
     pairs = {first.id: _partners(first, workers, demand, avoid) for first in prefill}
     with_partner = [first for first in prefill if pairs[first.id]]
     if not with_partner:
-        raise NoWorker(f"no worker can decode: {_why_not(workers, Role.DECODE)}")
+        raise NoWorker(f"no worker can decode: {_why_not(workers, Role.DECODE, demand)}")
     first = _least_queued(with_partner, rng)
     if Role.DECODE in first.role:
         return Placement(None, first)
@@ -102,7 +113,7 @@ def can_serve(workers: Sequence[Candidate]) -> bool:
 
 
 def _fitting(workers: Sequence[Candidate], role: Role, demand: Demand, avoid: Collection[WorkerId]) -> list[Candidate]:
-    ready = [worker for worker in workers if worker.is_ready and role in worker.role]
+    ready = [worker for worker in workers if worker.is_ready and role in worker.role and demand.is_allowed(worker)]
     fitting = [worker for worker in ready if demand.fits(worker)] or ready
     return [worker for worker in fitting if worker.id not in avoid] or fitting
 
@@ -128,7 +139,7 @@ def _roomiest(workers: Sequence[Candidate], num_blocks: int, rng: random.Random)
     return min(workers, key=rank)
 
 
-def _why_not(workers: Sequence[Candidate], role: Role) -> str:
+def _why_not(workers: Sequence[Candidate], role: Role, demand: Demand) -> str:
     """What is known, and where to look or what to do."""
     if not workers:
         return "none has registered. They may still be starting: `pdserve status` lists them as they come"
@@ -137,6 +148,8 @@ def _why_not(workers: Sequence[Candidate], role: Role) -> str:
     num_with_role = sum(role in worker.role for worker in workers)
     if num_with_role == 0:
         return f"{known.format('none')}. Start one, or let one change with `pdserve role WORKER {name}`"
-    num_ready = sum(role in worker.role and worker.is_ready for worker in workers)
-    ready = f"{known.format(num_with_role)}, {num_ready} of these ready"
-    return f"{ready}{' but with another KV layout' if num_ready else ''}. `pdserve status` shows their states"
+    ready = [worker for worker in workers if role in worker.role and worker.is_ready]
+    but = " but with another KV layout" if ready else ""
+    if ready and not any(map(demand.is_allowed, ready)):
+        but = f" but with a --max-context below the {demand.num_tokens_in_all} tokens of this request"
+    return f"{known.format(num_with_role)}, {len(ready)} of these ready{but}. `pdserve status` shows their states"

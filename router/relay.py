@@ -130,6 +130,8 @@ class Relay:
                 num_blocks=self._num_blocks(len(progress.token_ids)),
                 num_blocks_in_all=self._num_blocks(num_tokens_in_all) - 1,
                 wants_decode=progress.wants_decode,
+                num_tokens=len(progress.token_ids) + 1,
+                num_tokens_in_all=num_tokens_in_all,
             )
             try:
                 return place(self._table.snapshot(), demand, progress.avoid, self._rng)

@@ -256,6 +256,7 @@ class WorkerTable:
             num_queued_tokens=load.queued_prefill_tokens + sum(each.num_tokens for each in unreported),
             num_active=max(load.num_running + load.num_waiting, num_decoding),
             num_free_blocks=load.num_free_blocks - sum(each.num_blocks for each in coming if each.decode is worker),
+            max_context_tokens=worker.profile.max_context_tokens,
         )
 
     def _refuse_misfit(self, profile: WorkerProfile) -> None:

@@ -23,6 +23,17 @@ def _without_pdserve_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For small tensors on a busy machine: threads would mostly wait for each other."""
+    import torch  # most tests do without
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_left_running() -> Iterator[None]:
     yield

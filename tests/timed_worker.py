@@ -14,13 +14,11 @@ from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import grpc.aio
-import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from decode.draft_planner import DraftPlanner
 from decode.service import DecodeService
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
@@ -31,12 +29,11 @@ from model.block_pool import BlockPool
 from model.engine import Engine
 from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, StepOutput
-from model.timed_runner import StepTiming, TimedRunner, expected_tokens
+from model.timed_runner import StepTiming, TimedRunner
 from model.tokenizer import Tokenizer
 from prefill.service import PrefillService
-from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
-from protos.channel import open_channel, service_errors
-from protos.errors import ServiceError
+from protos import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos.channel import open_channel
 from protos.serve import GrpcServer
 
 VOCAB_SIZE = 256
@@ -94,6 +91,7 @@ class TimedWorker:
         max_running: int = 8,
         max_step_tokens: int = 8,
         layout: KVLayout = LAYOUT,
+        planner: DraftPlanner | None = None,
     ) -> None:
         self.name, self.epoch, self.layout = name, secrets.token_hex(4), layout
         self._write_time = float("inf")
@@ -128,6 +126,8 @@ class TimedWorker:
             max_running=max_running,
             lease_s=LEASE_S,
             wake=lambda: self.engine.wake(),
+            planner=planner,
+            prompts_wait=lambda: self.prefill.scheduler.can_run,
         )
         self.engine = Engine(
             self.runner, [self.decode.scheduler, self.prefill.scheduler], max_step_tokens=max_step_tokens
@@ -205,69 +205,6 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> No
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.002)
-
-
-async def failure_of(call: Any) -> ServiceError:
-    """What a streaming call ends with, whatever it said before."""
-    with pytest.raises(ServiceError) as caught:
-        async with asyncio.timeout(5):
-            with service_errors():
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-    return caught.value
-
-
-async def tokens_of(call: Any) -> list[int]:
-    """All the tokens of a Decode call that goes well."""
-    with service_errors():
-        return [token_id async for message in call for token_id in message.token_ids]
-
-
-def prompt_of(num_tokens: int, first: int = 0) -> list[int]:
-    """Prompts with different `first` have no block in common."""
-    return [(first * 37 + 5 * index) % VOCAB_SIZE for index in range(num_tokens)]
-
-
-def answer_to(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a worker must say if every word of its cache is right."""
-    return expected_tokens(prompt, num_tokens, LAYOUT, vocab_size=VOCAB_SIZE)
-
-
-def sampling(max_tokens: int, stop_token_ids: Sequence[int] = ()) -> inference_pb2.SamplingParams:
-    return inference_pb2.SamplingParams(
-        temperature=0, top_p=1, repetition_penalty=1, max_tokens=max_tokens, stop_token_ids=stop_token_ids
-    )
-
-
-def prefill_request(
-    attempt_id: str,
-    prompt: Sequence[int],
-    decode: prefill_pb2.DecodeTarget | None,
-    *,
-    max_tokens: int = 4,
-    stop_token_ids: Sequence[int] = (),
-) -> prefill_pb2.PrefillRequest:
-    return prefill_pb2.PrefillRequest(
-        request_id=f"r-{attempt_id}",
-        attempt_id=attempt_id,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        sampling=sampling(max_tokens, stop_token_ids),
-        decode=decode,
-    )
-
-
-def decode_request(
-    attempt_id: str, prompt: Sequence[int], *, max_tokens: int = 4, prefill_here: bool = False
-) -> decode_pb2.DecodeRequest:
-    return decode_pb2.DecodeRequest(
-        request_id=f"r-{attempt_id}",
-        attempt_id=attempt_id,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        sampling=sampling(max_tokens),
-        prefill_here=prefill_here,
-    )
 
 
 @cache

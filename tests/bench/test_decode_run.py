@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.decode_run import DecodeRun, PrefilledPrompts
 from bench.speculation_cell import Contest, Effort
@@ -28,18 +26,12 @@ from model.torch_runner import TorchRunner
 from tests.decode.test_speculative_runner import random_head
 from tests.model.tiny_models import build
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_SIZE = 4
 CONTEXT = 128
 SAMPLING = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(21, 53))
 PROMPTS = [[5, 9, 5, 9, 5, 9, 5, 9], [7] * 3, list(range(3, 20)), [11, 12, 13, 14], [40, 41], [33, 8, 60, 21, 8]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from decode.eagle_training import Batch, EagleModule, eagle_losses, shifted
 from decode.generations import Generation, NoPrompts, read_generations, read_prompts
 from decode.head_data import HeadData
 from decode.head_loss import head_loss, target_law
-from decode.head_training import Progress, TrainingOptions, collate, held_out, train
+from decode.head_training import CheckpointMismatch, Progress, TrainingOptions, collate, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
 from decode.train_head import draft_vocabulary
 from model.runner import Chunk
@@ -25,15 +27,9 @@ from model.torch_runner import TorchRunner
 from tests.cluster.draft_heads import write_head
 from tests.model.tiny_models import VOCAB_SIZE, build
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_TAPS = 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +224,80 @@ def test_training_learns_and_goes_on_where_it_was_interrupted(
     resumed = run("parts", 40)
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed[name], tensor)
+
+
+def begun(data: HeadData, checkpoint: Path, *, num_heads: int = 2, **changes: Any) -> list[int]:
+    """Medusa heads that learn for four steps, of which a checkpoint is kept after two. The steps that were done."""
+    inputs = {"target": "abc", "taps": "0 1"} | changes.pop("inputs", {})
+    options = TrainingOptions(**{"num_steps": 4, "tokens_per_batch": 40, "checkpoint_every": 2} | changes)
+    random, size = torch.Generator().manual_seed(3), data[0].hidden.shape[1]
+    head, places = torch.randn(VOCAB_SIZE, size, generator=random).bfloat16(), torch.arange(VOCAB_SIZE)
+    medusa, steps = MedusaModule(size, num_heads), list[int]()
+
+    def report(progress: Progress) -> None:
+        steps.append(progress.step)
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        train(
+            medusa,
+            lambda batch: medusa_losses(medusa, batch, head, places),
+            data,
+            range(len(data)),
+            options,
+            checkpoint,
+            report,
+            inputs,
+        )
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"learning_rate": 0.5}, "learning_rate is 0.004 there and 0.5 here; train as it was begun, or delete it"),
+        ({"num_steps": 8}, "another training: num_steps is 4 there and 8 here;"),
+        ({"seed": 1, "later_weight": 0.5}, "later_weight is 0.85 there and 0.5 here, seed is 0 there and 1 here;"),
+        ({"num_heads": 1}, r"shape of heads\.1\.weight is \[36, 36\] there and unknown here"),
+        ({"num_heads": 5}, r"unknown there and \[36, 36\] here, .*, and 2 more;"),
+        ({"inputs": {"target": "def"}}, "target is abc there and def here;"),
+        ({"inputs": {"passes": 3}}, "passes is unknown there and 3 here;"),
+    ],
+)
+def test_checkpoint_of_another_training_is_refused(
+    data: HeadData, tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    checkpoint = tmp_path / "medusa.pt"
+    assert begun(data, checkpoint) == [1, 2, 3]
+    before = checkpoint.read_bytes()
+    with pytest.raises(CheckpointMismatch, match=complaint):
+        begun(data, checkpoint, **changes)
+    assert checkpoint.read_bytes() == before
+    assert begun(data, checkpoint, checkpoint_every=1) == [3]  # when it is kept makes no difference
+
+
+def test_checkpoint_over_other_answers_is_refused(data: HeadData, runner: TorchRunner, tmp_path: Path) -> None:
+    """Also if only what is prompt and what is answer differs."""
+    checkpoint, size = tmp_path / "medusa.pt", runner.config.hidden_size
+    begun(data, checkpoint)
+    prompts = HeadData(tmp_path, [replace(g, num_prompt_tokens=6) for g in generations()], size, NUM_TAPS)
+    with pytest.raises(CheckpointMismatch, match=r"digest of the examples is \w{16} there and \w{16} here; "):
+        begun(prompts, checkpoint)
+    fewer = HeadData(tmp_path, generations(5), size, NUM_TAPS)
+    with pytest.raises(CheckpointMismatch, match="number of examples is 6 there and 5 here, digest"):
+        begun(fewer, checkpoint)
+
+
+@pytest.mark.parametrize("spoil", ["nonsense", "another file of torch's"])
+def test_what_is_no_checkpoint_is_refused(spoil: str, data: HeadData, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "medusa.pt"
+    if spoil == "nonsense":
+        checkpoint.write_text("nonsense")
+    else:
+        torch.save({"module": {}, "step": 2}, checkpoint)
+    with pytest.raises(CheckpointMismatch, match="is not a checkpoint of this program"):
+        begun(data, checkpoint)
 
 
 def test_draft_vocabulary_takes_what_the_target_says_most() -> None:

@@ -305,6 +305,22 @@ def test_prompts_that_are_computed_here_do_not_wait_for_drafts() -> None:
     scheduler.add(local(list(range(50)), 3))
     chunks = [s.chunk for s in scheduler.schedule(21)]
     assert [(len(chunk.token_ids), chunk.num_draft_tokens) for chunk in chunks] == [(1, 10), (10, 0)]
+    scheduler.complete([SampledToken(1), None], NOTHING)
+    chunks = [s.chunk for s in scheduler.schedule(2)]
+    assert [(len(chunk.token_ids), chunk.num_draft_tokens) for chunk in chunks] == [(1, 0), (1, 0)]
+
+
+def test_prompts_of_another_scheduler_have_half_of_what_a_step_has_left() -> None:
+    class Planner(NoDrafts):
+        def plan(self, decoding: Sequence_[DecodeSequence], num_tokens: int) -> list[int]:
+            return [num_tokens - 1]
+
+    prompts_wait, pool = [False, True, False], BlockPool(64)
+    scheduler = DecodeScheduler(pool, max_running=4, planner=Planner(), prompts_wait=lambda: prompts_wait.pop(0))
+    scheduler.add(received(pool, [1, 2, 3], 60))
+    for num_drafts in (20, 10, 20):
+        assert [s.chunk.num_draft_tokens for s in scheduler.schedule(21)] == [num_drafts]
+        scheduler.complete([SampledToken(1)], NOTHING)
 
 
 def test_nobody_is_preempted_for_blocks_of_drafts_that_fell() -> None:

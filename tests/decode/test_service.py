@@ -8,28 +8,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
+from decode.decoding import DecodeSequence
 from kvtransfer import metrics as kvtransfer_metrics
 from kvtransfer.errors import DecodePoolFull, RecordMismatch
 from kvtransfer.loopback_agent import LoopbackNetwork
+from model.block_pool import hash_blocks
 from model.runner import DraftingState
 from protos import decode_pb2
 from protos.channel import service_errors
 from protos.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidArgument, ServiceError
 from tests.kvtransfer.cache import hashes_of
-from tests.timed_worker import (
-    BLOCK,
-    LAYOUT,
-    TimedWorker,
-    answer_to,
-    decode_request,
-    eventually,
-    failure_of,
-    prefill_request,
-    prompt_of,
-    running,
-    tokens_of,
-)
+from tests.timed_calls import answer_to, decode_request, failure_of, prefill_request, prompt_of, tokens_of
+from tests.timed_worker import BLOCK, LAYOUT, TimedWorker, eventually, running
 
 NUM_BLOCKS = 16
 PROMPT = prompt_of(5 * BLOCK + 2)  # six blocks
@@ -286,31 +278,69 @@ async def test_hand_over_of_another_length_than_the_stream_has_is_refused() -> N
         assert error.field == "token_ids"
 
 
-@pytest.mark.parametrize(
-    ("error", "refusal"),
-    [
-        (ValueError("it is not finite"), "the prefill worker's drafting state: it is not finite"),
-        (RuntimeError("secret"), ""),
-    ],
-)
-async def test_drafting_state_that_cannot_be_used_leaves_no_block_behind(
-    error: Exception, refusal: str, monkeypatch: pytest.MonkeyPatch
+async def handed_over(prefill: TimedWorker, decode: TimedWorker, attempt_id: str, prompt: list[int]) -> list[int]:
+    """The tokens that the decode worker adds to the prefill worker's first one."""
+    decoding = decode.decode_stub.Decode(decode_request(attempt_id, prompt, max_tokens=9))
+    prefilling = prefill.prefill_stub.Prefill(prefill_request(attempt_id, prompt, decode.target, max_tokens=9))
+    assert [response async for response in prefilling][-1].HasField("handed_over")
+    return await tokens_of(decoding)
+
+
+def num_found(worker: TimedWorker, prompt: list[int]) -> int:
+    """Full blocks of a prompt that others would start from."""
+    found = worker.pool.match_prefix(hash_blocks(prompt, BLOCK))
+    worker.pool.release(found)
+    return len(found)
+
+
+@pytest.mark.parametrize("error", [ValueError("it is not finite"), RuntimeError("no such device")])
+async def test_drafting_state_of_no_use_turns_drafting_off_and_the_answer_is_right(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with one_worker() as worker, peer_of(worker) as peer:
+    def restore(drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
+        assert (num_computed_tokens, state) == (len(PROMPT), b"features")
+        drafting.value = "half of it"
+        raise error
 
-        def restore(drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
-            assert (num_computed_tokens, state) == (len(PROMPT), b"features")
-            raise error
+    async with two_workers() as (prefill, decode):
+        decodings: list[DecodeSequence] = []
+        add = decode.decode.scheduler.add
 
-        monkeypatch.setattr(worker.runner, "restore_drafting", restore)
-        decoding = worker.decode_stub.Decode(decode_request("a", PROMPT))
-        record = peer.record(await peer.reserve())
-        record.drafting = b"features"
-        await peer.commit(record)
-        failure = await failure_of(decoding)
-        assert isinstance(failure, FailedPrecondition if refusal else Internal)
-        assert refusal in str(failure) and "secret" not in str(failure)
-        assert worker.pool.num_free == NUM_BLOCKS
+        def added(decoding: DecodeSequence) -> None:
+            decodings.append(decoding)
+            add(decoding)
+
+        monkeypatch.setattr(decode.decode.scheduler, "add", added)
+        monkeypatch.setattr(prefill.runner, "export_drafting", lambda drafting: b"features")
+        monkeypatch.setattr(decode.runner, "restore_drafting", restore)
+        num_failures = REGISTRY.get_sample_value("pdserve_draft_failures_total") or 0.0
+        assert await handed_over(prefill, decode, "a", PROMPT) == answer_to(PROMPT, 9)[1:]
+        assert REGISTRY.get_sample_value("pdserve_draft_failures_total") == num_failures + 1
+        (decoding,) = decodings
+        assert (decoding.sequence.drafting.failed, decoding.sequence.drafting.value) == (True, None)
+        assert num_found(decode, PROMPT) == 5  # the sender's drafter had filled them
+    (message,) = [message for message in caplog.messages if "without drafts" in message]
+    assert message == f"attempt a goes on without drafts: {error}"
+
+
+async def test_blocks_that_the_senders_drafter_has_not_filled_are_not_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sender whose drafter has failed says so by sending no state. What was held here before stays findable."""
+
+    def restore(drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
+        drafting.failed, drafting.blocks_are_whole = not state, bool(state)
+
+    async with two_workers() as (prefill, decode):
+        monkeypatch.setattr(decode.runner, "restore_drafting", restore)
+        for name, state, prompt, expected in (
+            ("whole", b"features", PROMPT, 5),
+            ("broken", b"", [*PROMPT[: 2 * BLOCK], *prompt_of(3 * BLOCK + 1, first=2)], 2),
+        ):
+            monkeypatch.setattr(prefill.runner, "export_drafting", lambda drafting, state=state: state)
+            assert await handed_over(prefill, decode, name, prompt) == answer_to(prompt, 9)[1:]
+            assert num_found(decode, prompt) == expected
+        assert num_found(decode, PROMPT) == 5
 
 
 async def test_answer_that_could_never_fit_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,10 @@ from model.sampling_params import SamplingParams
 from model.sequence import Sequence as TokenSequence
 from model.torch_runner import TorchRunner
 from model.transformer import ForwardOutput
+from tests.cluster.draft_heads import TAPS, random_weights
 from tests.model.tiny_models import VOCAB_SIZE, build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -42,14 +45,6 @@ REQUESTS = [
     replace(GREEDY, max_tokens=1),
 ]
 PROMPTS = [[5, 9, 5, 9, 5, 9, 5, 9], [7] * 3, list(range(3, 20)), [11, 12, 13, 14], [40, 41]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module", params=["llama", "mixtral"])
@@ -106,31 +101,9 @@ class Always:
 
 
 def random_head(kind: str, target: TorchRunner, seed: int = 0) -> DraftHead:
-    config, torch_random = target.config, torch.Generator().manual_seed(seed)
-    size, kv = config.hidden_size, config.num_kv_heads * config.head_dim
-    heads = config.num_heads * config.head_dim
-    if kind == "eagle":
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (size, 2 * size),
-            "midlayer.input_layernorm.weight": (size,),
-            "midlayer.hidden_norm.weight": (size,),
-            "midlayer.post_attention_layernorm.weight": (size,),
-            "midlayer.self_attn.q_proj.weight": (heads, 2 * size),
-            "midlayer.self_attn.k_proj.weight": (kv, 2 * size),
-            "midlayer.self_attn.v_proj.weight": (kv, 2 * size),
-            "midlayer.self_attn.o_proj.weight": (size, heads),
-            "midlayer.mlp.gate_proj.weight": (40, size),
-            "midlayer.mlp.up_proj.weight": (40, size),
-            "midlayer.mlp.down_proj.weight": (size, 40),
-            "norm.weight": (size,),
-        }
-    else:
-        shapes = {}
-        for number in range(3):
-            shapes |= {f"heads.{number}.weight": (size, size), f"heads.{number}.bias": (size,)}
-    weights = {name: torch.randn(shape, generator=torch_random) * 0.3 for name, shape in shapes.items()}
+    weights = random_weights(kind, target.config, seed)
     vocabulary = torch.arange(0, VOCAB_SIZE, 2)
-    return DraftHead(f"{kind}:test", HeadCard(kind, {}, taps=(0, 1) if kind == "eagle" else ()), weights, vocabulary)
+    return DraftHead(f"{kind}:test", HeadCard(kind, {}, taps=TAPS if kind == "eagle" else ()), weights, vocabulary)
 
 
 FOLDERS: dict[int, Path] = {}

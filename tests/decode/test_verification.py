@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -30,6 +29,8 @@ from tests.decode.markov import (
     random_drafter,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SAMPLED = SamplingParams(max_tokens=100)
 GREEDY = replace(SAMPLED, temperature=0.0)
 PENALISED = replace(SAMPLED, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.5)
@@ -47,15 +48,6 @@ JUDGED = (Method.TOKEN, Method.BLOCK)
 TARGET = Markov.random(4, seed=1)
 CLOSE = TARGET.like(Markov.random(4, seed=2), 0.6)
 FAR = Markov.random(4, seed=3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small tensors on a busy machine: threads would mostly wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def seeded(params: SamplingParams, count: int, first: int = 0) -> list[SamplingParams]:

@@ -7,23 +7,29 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
 
 import decode.draft_head
+import model.torch_runner
 from decode.draft import Draft
 from decode.draft_head import CARD, WEIGHTS
 from decode.draft_planner import AdaptiveDrafts, FixedDrafts, NoDrafts
 from decode.speculative_runner import SpeculativeRunner
-from deploy.drafting import choose_drafter, draft_planner
+from deploy.drafting import DrafterPlan, choose_drafter, draft_planner
 from deploy.runners import load_runner, warm_up
 from model.checkpoint import model_digest
 from model.config import ModelConfig
+from model.kv_cache import CacheDoesNotFit
 from model.runner import Chunk
+from protos.channel import MAX_MESSAGE_BYTES
+from protos.decode_pb2 import HandoverRecord
 from tests.cluster.draft_heads import write_head
 from tests.deploy.test_runners import config
 
@@ -209,6 +215,71 @@ def test_cache_and_layout_have_what_the_drafter_needs(
     assert runner.layout.num_layers == num_layers
     assert runner.layout.drafter.partition(":")[0] == (kind if settings.get("draft_model") else "")
     warm_up(runner, 100)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "model"])
+def test_weights_of_the_drafter_count_as_memory(
+    tiny_model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just enough for the target, the drafter and the cache is enough, and a byte less is not."""
+    if kind == "model":
+        folder = copy_of(tiny_model, tmp_path)
+        num_bytes = tensor_bytes(folder.glob("*.safetensors"))
+    else:
+        folder = write_head(tmp_path, kind, tiny_model)
+        num_rows = len(load_file(folder / WEIGHTS)["d2t"])
+        num_bytes = tensor_bytes([folder / WEIGHTS], without="d2t") + num_rows * 64 * 4  # rows in float32
+    settings = config(tiny_model, num_blocks=100, drafter=kind, draft_model=folder)
+    layout = load_runner(settings, tiny_model).layout
+    needed = tensor_bytes(tiny_model.glob("*.safetensors")) + num_bytes + 100 * layout.block_bytes
+    monkeypatch.setattr(model.torch_runner, "available_bytes", lambda device: needed)
+    load_runner(settings, tiny_model)
+    monkeypatch.setattr(model.torch_runner, "available_bytes", lambda device: needed - 1)
+    with pytest.raises(CacheDoesNotFit, match="are available beside the weights"):
+        load_runner(settings, tiny_model)
+
+
+def tensor_bytes(files: Iterable[Path], without: str = "") -> int:
+    return sum(tensor.nbytes for file in files for name, tensor in load_file(file).items() if name != without)
+
+
+def test_states_that_no_message_has_room_for_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Those of the largest block size that is taken fit, with a generation of ten bytes for each block."""
+    head = write_head(tmp_path, "eagle", tiny_model)
+
+    def plan(block_size: int) -> DrafterPlan | None:
+        return choose_drafter(config(tiny_model, drafter="eagle", draft_model=head, block_size=block_size), tiny_model)
+
+    with pytest.raises(ValueError, match="--block-size must be at most") as refused:
+        plan(40_000)
+    largest = int(str(refused.value).split()[-1])
+    assert plan(largest) is not None
+    with pytest.raises(ValueError, match=f"at most {largest}$"):
+        plan(largest + 1)
+    features = torch.zeros(largest, 2 * ModelConfig.from_folder(tiny_model).hidden_size)
+    record = HandoverRecord(drafting=save({"state": features}), generations=[-1])
+    room = MAX_MESSAGE_BYTES - record.ByteSize()
+    assert 0 < room < 1 << 17  # for the names in it; little is given away
+
+
+def test_head_is_another_if_it_reads_or_drafts_others(tiny_model: Path, tmp_path: Path) -> None:
+    """Two workers exchange draft KV if it has the same name, so weights are not all that counts."""
+
+    def name(folder: Path) -> str:
+        plan = choose_drafter(config(tiny_model, drafter="eagle", draft_model=folder), tiny_model)
+        assert plan is not None
+        return plan.name
+
+    first, again, taps, vocabulary = (
+        write_head(tmp_path / name, "eagle", tiny_model) for name in ("first", "again", "taps", "vocabulary")
+    )
+    change_card(again, about={"steps": 3})
+    change_card(taps, taps=[1, 0])
+    weights = load_file(vocabulary / WEIGHTS)
+    weights["d2t"] += 1  # the odd tokens instead of the even ones
+    save_file(weights, vocabulary / WEIGHTS)
+    assert name(first) == name(again)
+    assert len({name(first), name(taps), name(vocabulary)}) == 3
 
 
 def test_first_draft_is_not_the_first_one_of_its_worker(

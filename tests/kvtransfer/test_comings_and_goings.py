@@ -14,15 +14,8 @@ import pytest
 
 from kvtransfer.loopback_agent import LoopbackNetwork
 from protos.channel import service_errors
-from tests.timed_worker import (
-    TimedWorker,
-    answer_to,
-    decode_request,
-    prefill_request,
-    prompt_of,
-    running,
-    tokens_of,
-)
+from tests.timed_calls import answer_to, decode_request, prefill_request, prompt_of, tokens_of
+from tests.timed_worker import TimedWorker, running
 
 NUM_REQUESTS = 120
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,18 +19,11 @@ from transformers import (
 )
 
 from model.runner import NonFiniteLogits, SampledToken
-from model.sampling import COLDEST, Row, processed_scores, sample
+from model.sampling import COLDEST, Row, largest, processed_scores, sample
 from model.sampling_params import SamplingParams
 from tests.model.sampling_cases import FILTERS, GREEDY, SAMPLED, VOCAB, mixed_rows, random_logits, row
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small tensors on a busy machine: threads would mostly wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sampled_tokens(logits: Tensor, rows: list[Row]) -> list[SampledToken]:
@@ -268,7 +260,7 @@ def test_processed_scores_are_the_references_up_to_a_constant(name: str) -> None
     logits = random_logits(3, seed=11)
     likeliest = logits[0].topk(3).indices.tolist()
     rows = [row(FILTERS[name], [5, 6, *likeliest], 3), row(GREEDY, [1, 2]), row(SAMPLED, [3])]
-    rows.append(replace(rows[0], history=[5, 6], drafted=tuple(likeliest)))  # where the history ends does not matter
+    rows.append(replace(rows[0], history=[5, 6, likeliest[0]], drafted=tuple(likeliest[1:])))  # all the same
     logits = torch.cat([logits, logits[:1]])
     before = logits.clone()
     found = processed_scores(logits, rows)
@@ -300,3 +292,20 @@ def test_penalties_that_overflow_end_nobodys_step(penalty: float, temperature: f
     assert found[1:] == sample(logits[1:], rows[1:])
     assert isinstance(found[0], SampledToken)
     assert (found[0].token_id == 1) is (penalty < 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_largest_is_the_first_of_those_that_tie(dtype: torch.dtype) -> None:
+    """Over lengths on both sides of every vector width; NaN counts as the largest, so that it is seen."""
+    generator = torch.Generator().manual_seed(0)
+    for vocab_size in (1, 3, 16, 17, 63, 257, 1000):
+        scores = torch.randint(-3, 4, (40, vocab_size), generator=generator).to(dtype)  # many ties
+        scores[1] = -math.inf
+        scores[2, vocab_size // 2] = math.inf
+        scores[3, vocab_size // 2 :] = math.nan
+        values, indexes = largest(scores)
+        rows = scores.double().tolist()
+        rows[3] = [math.inf if math.isnan(score) else score for score in rows[3]]
+        assert indexes.tolist() == [row.index(max(row)) for row in rows]
+        assert torch.equal(values.nan_to_num(7.0), scores.amax(dim=-1).nan_to_num(7.0))
+    assert [tuple(found.shape) for found in largest(torch.empty(0, 5))] == [(0,), (0,)]

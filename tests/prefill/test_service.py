@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,25 +11,16 @@ from typing import Any
 
 import pytest
 
+from decode.draft_planner import FixedDrafts
 from kvtransfer import metrics as kvtransfer_metrics
 from kvtransfer.loopback_agent import LoopbackNetwork
+from model.runner import DraftingState
 from prefill import metrics
 from protos import inference_pb2, prefill_pb2
 from protos.channel import service_errors
 from protos.errors import AlreadyExists, DeadlineExceeded, Internal
-from tests.timed_worker import (
-    BLOCK,
-    LAYOUT,
-    TimedWorker,
-    answer_to,
-    decode_request,
-    eventually,
-    failure_of,
-    prefill_request,
-    prompt_of,
-    running,
-    tokens_of,
-)
+from tests.timed_calls import answer_to, decode_request, failure_of, prefill_request, prompt_of, tokens_of
+from tests.timed_worker import BLOCK, LAYOUT, TimedWorker, eventually, running
 
 NUM_BLOCKS = 16
 PROMPT = prompt_of(5 * BLOCK + 2)  # three chunks, six blocks
@@ -297,3 +289,50 @@ async def test_closing_ends_the_calls_that_are_open() -> None:
         await both.prefill.prefill.close()
         await eventually(lambda: both.num_used == (0, 0))
         call.cancel()
+
+
+async def test_prompts_are_computed_beside_answers_whose_drafts_would_fill_the_step() -> None:
+    """Eight tokens a step: two for the answers, at most three for their drafts, three for the prompt of nine."""
+    network = LoopbackNetwork()
+    worker = TimedWorker(network, "both-0", num_blocks=48, planner=FixedDrafts(7, 1000))
+    async with running(worker):
+        worker.runner.hold(after_steps=6)
+        answers = [
+            worker.decode_stub.Decode(decode_request(name, prompt_of(6, first=place), max_tokens=30, prefill_here=True))
+            for place, name in enumerate("bc")
+        ]
+        await eventually(lambda: worker.runner.is_waiting)
+        prefilling = asyncio.create_task(
+            read(worker.prefill_stub.Prefill(prefill_request("a", prompt_of(9, first=2), None)))
+        )
+        await eventually(lambda: worker.prefill.scheduler.can_run)
+        worker.runner.let_run(4)
+        first, _ = await asyncio.wait_for(prefilling, 5)
+        assert list(first.token_ids) == answer_to(prompt_of(9, first=2), 1)
+        assert worker.decode.scheduler.num_running == 2
+        worker.runner.go_on()
+        for place, answer in enumerate(answers):
+            assert await tokens_of(answer) == answer_to(prompt_of(6, first=place), 30)
+
+
+async def test_calls_are_answered_while_a_drafting_state_is_taken_off_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That waits for what the device is doing, a step of others for instance."""
+    async with pair() as both:
+        is_off, asked = threading.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def export(drafting: DraftingState) -> bytes:
+            loop.call_soon_threadsafe(asked.set)
+            assert is_off.wait(timeout=5), "nothing else was done meanwhile"
+            return b""
+
+        monkeypatch.setattr(both.prefill.runner, "export_drafting", export)
+        decoding, prefilling = both.open_decode(), asyncio.create_task(read(both.ask()))
+        await asyncio.wait_for(asked.wait(), 5)
+        elsewhere, _ = await read(both.prefill.prefill_stub.Prefill(prefill_request("b", prompt_of(9, first=1), None)))
+        assert list(elsewhere.token_ids) == answer_to(prompt_of(9, first=1), 1)
+        is_off.set()
+        first, _ = await prefilling
+        assert [*first.token_ids, *await tokens_of(decoding)] == answer_to(PROMPT, 4)

@@ -13,6 +13,7 @@ from protos.errors import (
     AttemptsExhausted,
     Internal,
     InvalidArgument,
+    NoWorker,
     ResourceExhausted,
     ServiceError,
     Unavailable,
@@ -139,6 +140,35 @@ async def test_colocated_worker_dies() -> None:
         tokens, _, summary = await answer(client, Sampling(max_tokens=6))
         assert tokens == plain_loop(PROMPT, 6)
         assert summary.usage.num_resumes == 1
+        await fleet.settled()
+
+
+@pytest.mark.parametrize("there_is_another", [True, False])
+async def test_answer_does_not_go_on_where_it_is_too_long(there_is_another: bool) -> None:
+    """Its request was taken before a worker came that takes shorter sequences only."""
+    length = len(PROMPT) + 6
+    async with running_fleet(num_both=1) as fleet, PdserveClient(fleet.router.address) as client:
+        first = fleet.workers["w0"]
+
+        async def replace(attempt_id: str, num_tokens: int) -> None:
+            if num_tokens == len(PROMPT) + 3:
+                await fleet.add("narrow", workers_pb2.ROLE_BOTH, max_context_tokens=length - 1)
+                if there_is_another:
+                    await fleet.add("wide", workers_pb2.ROLE_BOTH, max_context_tokens=length)
+                dying.append(asyncio.create_task(first.die()))
+                await asyncio.sleep(5)  # cancelled by its own death
+
+        dying: list[asyncio.Task[None]] = []
+        first.hooks["decode.token"] = replace
+        if there_is_another:
+            tokens, _, summary = await answer(client, Sampling(max_tokens=6))
+            assert tokens == plain_loop(PROMPT, 6)
+            assert summary.usage.num_resumes == len(fleet.workers["wide"].decodes) == 1
+        else:
+            with pytest.raises(NoWorker, match=f"--max-context below the {length} tokens"):
+                await answer(client, Sampling(max_tokens=6))
+        assert fleet.workers["narrow"].decodes == []
+        await dying[0]
         await fleet.settled()
 
 

@@ -26,6 +26,7 @@ def worker(
     ready: bool = True,
     layout: str = "a",
     blocks: int = 50,
+    context: int | None = None,
 ) -> Candidate:
     return Candidate(
         id=WorkerId(name, "e1"),
@@ -37,6 +38,7 @@ def worker(
         num_queued_tokens=queued,
         num_active=active,
         num_free_blocks=free,
+        max_context_tokens=context,
     )
 
 
@@ -70,6 +72,28 @@ def test_where_no_cache_is_large_enough_a_worker_is_asked_all_the_same() -> None
     """It refuses, and says what would be right."""
     workers = [worker("p", Role.PREFILL), worker("d", Role.DECODE, blocks=9)]
     assert names(place(workers, DEMAND, (), random.Random(0))) == ("p", "d")
+
+
+LONG = replace(DEMAND, num_tokens=13, num_tokens_in_all=40)
+
+
+def test_a_worker_that_takes_no_sequences_as_long_is_never_taken() -> None:
+    """Prefill runs over the prompt only; who keeps the sequence, over all of it."""
+    low, high = worker("low", P, context=12), worker("high", P, context=13, queued=99)
+    short, long = worker("short", D, context=39), worker("long", D, context=40, active=9)
+    assert placed(low, high, short, long, demand=LONG) == ("high", "long")
+    assert placed(low, high, short, long, demand=LONG, avoid=("high", "long")) == ("high", "long")
+    assert placed(worker("both", B, context=39), high, long, demand=LONG) == ("high", "long")
+    assert placed(worker("both", B, context=40), high, long, demand=LONG) == (None, "both")
+    assert placed(low, high, demand=replace(LONG, wants_decode=False)) == ("high", None)
+    for workers, role in (
+        ([low, long], "prefill"),
+        ([high, short], "decode"),
+        ([worker("b", B, context=39)], "prefill"),
+    ):
+        with pytest.raises(NoWorker, match=f"no worker can {role}: .* a --max-context below the 40 tokens of this"):
+            place(workers, LONG, (), random.Random(0))
+    assert can_serve([low, short])
 
 
 def test_roles_are_numbered_as_in_the_contract() -> None:

@@ -195,6 +195,10 @@ async def test_report_of_nobody_and_hello_that_cannot_be(fleet: FakeFleet) -> No
     hello.layout.block_size = 0
     error = await refusal(fleet, workers_pb2.WorkerReport(hello=hello))
     assert type(error) is InvalidArgument and "block_size is 0" in str(error)
+    hello = fleet.workers["p0"].hello()
+    hello.max_context_tokens = -1
+    error = await refusal(fleet, workers_pb2.WorkerReport(hello=hello))
+    assert type(error) is InvalidArgument and error.field == "hello.max_context_tokens"
 
 
 async def test_second_process_of_one_name_ends_the_first(fleet: FakeFleet, client: PdserveClient) -> None:
