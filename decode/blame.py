@@ -56,14 +56,22 @@ def _try(call: Call, before: Sequence[_Kept], indexes: Sequence[int]) -> Excepti
 class _Kept:
     """What a drafter knows of a sequence, as it is now: a tensor, or a dataclass whose fields it assigns to."""
 
-    __slots__ = ("_fields", "_value", "state")
+    __slots__ = ("_contents", "state")
 
     def __init__(self, state: DraftingState) -> None:
         self.state = state
-        self._value = value = state.value
-        self._fields = [(name, getattr(value, name)) for name in getattr(value, "__dataclass_fields__", ())]
+        self._contents = _contents(state)
 
     def put_back(self) -> None:
-        for name, content in self._fields:
-            setattr(self._value, name, content)
-        self.state.value, self.state.failed = self._value, False
+        for holder, name, content in self._contents:
+            setattr(holder, name, content)
+        self.state.failed = False
+
+
+def _contents(holder: object) -> list[tuple[object, str, object]]:
+    """The fields of a dataclass, and of dataclasses in them."""
+    found: list[tuple[object, str, object]] = []
+    for name in getattr(holder, "__dataclass_fields__", ()):
+        content = getattr(holder, name)
+        found += [(holder, name, content), *_contents(content)]
+    return found

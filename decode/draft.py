@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+class DraftShape(enum.StrEnum):
+    CHAIN = "chain"
+    TREE = "tree"
 
 
 @dataclass(frozen=True, slots=True)

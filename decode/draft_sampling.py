@@ -58,6 +58,26 @@ class DraftSampling:
                     laws[special[place]] = law
         return tokens, laws
 
+    def likeliest(self, logits: Tensor, rows: Sequence[Row], count: int) -> list[list[tuple[int, float]] | None]:
+        """Of each row of `logits` [S, D] at most `count` tokens, with the logarithm of their chance, the highest first.
+
+        Chances are those of a draw, or of a greedy row's softmax; what cannot be drawn is left out. None where the
+        logits are not finite.
+        """
+        is_finite = logits.amax(dim=-1).isfinite().tolist()  # a maximum carries NaN along
+        special = [index for index, row in enumerate(rows) if not row.is_plain_greedy and is_finite[index]]
+        scores = logits.to(torch.float32, copy=bool(special))
+        if special:
+            wide = processed_scores(self._widened(logits[special]), [rows[index] for index in special])
+            scores[special] = wide if self.vocabulary is None else wide[:, self.vocabulary]
+        highest, columns = scores.topk(min(count, scores.shape[1]))
+        chances = (highest - scores.logsumexp(dim=-1, keepdim=True)).tolist()
+        tokens = (columns if self.vocabulary is None else self.vocabulary[columns]).tolist()
+        return [
+            [pair for pair in zip(*of_row, strict=True) if pair[1] > -math.inf] if finite else None
+            for finite, *of_row in zip(is_finite, tokens, chances, strict=True)
+        ]
+
     def _widened(self, logits: Tensor) -> Tensor:
         """[S, D] -> float32 [S, V], with the tokens that cannot be drafted at -infinity."""
         if self.vocabulary is None:

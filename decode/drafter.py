@@ -21,17 +21,20 @@ from model.transformer import ForwardOutput
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One chunk after its step. The first `num_kept` of its tokens and the draft behind them are the sequence's.
+    """One chunk after its step. Its own tokens, and of the draft behind them those that stand, are the sequence's.
 
-    `first_row` is their place in the step's features, `hidden_row` that of the last kept one in `ForwardOutput.hidden`,
+    `rows` are the places of all these in the step's features, `hidden_row` that of the last in `ForwardOutput.hidden`,
     None if no token was wanted. `emitted_ids` are the tokens that this step has found.
     """
 
     chunk: Chunk
-    num_kept: int
-    first_row: int
+    rows: range | list[int]  # a list if the draft was a tree: they need not be adjacent
     hidden_row: int | None
     emitted_ids: Sequence[int]
+
+    @property
+    def num_kept(self) -> int:
+        return len(self.rows)
 
     @property
     def token_ids(self) -> Sequence[int]:

@@ -90,6 +90,7 @@ class SpeculativeRunner:
             step = _Step(chunks, drafts)
             output = self._target.forward(step.extended, layer_done, num_rows=step.num_rows, taps=self._drafter.taps)
             outcomes, verdicts = self._verify(step, output)
+            self._target.keep_paths(step.paths(verdicts))
             observed = step.observed(outcomes, verdicts)
             num_failed += self._observe(observed, output)
             self._note_gaps(chunks)
@@ -188,29 +189,45 @@ class _Step:
         for index in self.wanting:
             self.num_rows[index] = drafts[index].num_rows
         self.extended = [
-            replace(chunk, token_ids=[*chunk.token_ids, *draft.token_ids]) if draft.token_ids else chunk
+            replace(chunk, token_ids=[*chunk.token_ids, *draft.token_ids], parents=draft.parents)
+            if draft.token_ids
+            else chunk
             for chunk, draft in zip(chunks, drafts, strict=True)
+        ]
+
+    def paths(self, verdicts: Sequence[Verdict | None]) -> list[tuple[Chunk, Sequence[int]]]:
+        """Each chunk that ends in a tree, and the nodes that stand."""
+        return [
+            (chunk, [row - 1 for row in verdict.rows[1:]])
+            for chunk, verdict in zip(self.extended, verdicts, strict=True)
+            if verdict is not None and chunk.parents is not None
         ]
 
     def observed(self, outcomes: Sequence[Outcome], verdicts: Sequence[Verdict | None]) -> list[Observed]:
         first_tokens = accumulate((len(chunk.token_ids) for chunk in self.extended), initial=0)
         first_rows = accumulate(self.num_rows, initial=0)
         observed = []
-        for chunk, verdict, outcome, first, row in zip(
-            self.chunks, verdicts, outcomes, first_tokens, first_rows, strict=False
+        for chunk, draft, verdict, outcome, first, row in zip(
+            self.chunks, self.drafts, verdicts, outcomes, first_tokens, first_rows, strict=False
         ):
             if isinstance(outcome, NonFiniteLogits):
                 continue
             observed.append(
                 Observed(
                     chunk=chunk,
-                    num_kept=len(chunk.token_ids) + (0 if verdict is None else verdict.num_accepted),
-                    first_row=first,
+                    rows=_kept_rows(range(first, first + len(chunk.token_ids)), draft, verdict),
                     hidden_row=None if verdict is None else row + verdict.rows[-1],
                     emitted_ids=() if verdict is None else verdict.token_ids,
                 )
             )
         return observed
+
+
+def _kept_rows(own: range, draft: Draft, verdict: Verdict | None) -> range | list[int]:
+    """The rows of a chunk's own tokens, and of the drafts behind them that stand."""
+    if verdict is None or draft.parents is None:
+        return range(own.start, own.stop + (0 if verdict is None else verdict.num_accepted))
+    return [*own, *(own[-1] + row for row in verdict.rows[1:])]
 
 
 def _read(state: bytes) -> Tensor:

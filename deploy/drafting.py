@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,19 +20,22 @@ from model.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from decode.draft import DraftShape
     from decode.draft_head import DraftHead
     from decode.draft_planner import DraftPlanner
     from decode.drafter import Drafter
-    from decode.eagle import EagleDrafter
-    from decode.medusa import MedusaDrafter
     from decode.verification import Method
     from model.torch_runner import TorchRunner
 
 logger = logging.getLogger(__name__)
 
+LOOKUP = "+ngram"  # behind the name of another drafter: prompt look-up where the text repeats itself
 _FEATURE_BYTES = 4  # as it travels
 _GENERATION_BYTES = 10  # of a block, at most
 _OTHER_RECORD_BYTES = 1 << 16
+
+
+Make = Callable[["TorchRunner", "Method"], "Drafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class DrafterPlan:
     kind: str
     name: str
     num_layers: int
-    make: Callable[[TorchRunner, Method], Drafter]
+    make: Make
     weights: Sequence[Tensor] = ()
 
 
@@ -61,13 +64,21 @@ def choose_drafter(config: WorkerConfig, folder: Path) -> DrafterPlan | None:
     if kind in ("auto", "ngram", "none") and config.draft_model is not None:
         raise ValueError(f"--draft-model goes with --drafter eagle, medusa or model, not {kind}")
     if kind == "auto":
-        kind = "eagle" if shipped_head("eagle", model_digest(folder)) is not None else "ngram"
+        kind = "eagle+ngram" if shipped_head("eagle", model_digest(folder)) is not None else "ngram"
         logger.info("drafting with %s", kind)
+    kind, _, lookup = kind.partition(LOOKUP)
+    if config.draft_shape == "tree" and kind != "eagle":
+        raise ValueError(f"--draft-shape tree goes with --drafter eagle, not {kind}, which cannot draft trees")
     if kind in ("ngram", "none"):
         return None if kind == "none" else _ngram()
-    if kind == "model":
-        return _model(config, folder)
-    return _head(kind, config, folder)
+    plan = _model(config, folder) if kind == "model" else _head(kind, config, folder)
+    return replace(plan, kind=config.drafter, make=partial(_behind_lookup, plan.make)) if lookup else plan
+
+
+def _behind_lookup(make: Make, target: TorchRunner, method: Method) -> Drafter:
+    from decode.lookup_first import LookupFirst
+
+    return LookupFirst(make(target, method))
 
 
 def _ngram() -> DrafterPlan:
@@ -77,6 +88,7 @@ def _ngram() -> DrafterPlan:
 
 
 def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
+    from decode.draft import DraftShape
     from decode.draft_head import DraftHead, shipped_head
     from decode.eagle import EagleDrafter
     from decode.medusa import MedusaDrafter
@@ -90,11 +102,23 @@ def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
         )
     model = ModelConfig.from_folder(folder)
     head = DraftHead.load(where, kind, model, digest)
-    drafter = EagleDrafter if kind == "eagle" else MedusaDrafter
-    if kind == "eagle":
-        _check_state_fits(len(head.card.taps) * model.hidden_size, config, model)
-    make = partial(_headed, drafter, head)
-    return DrafterPlan(kind, head.name, drafter.num_layers, make, head.placed(model))
+    if kind == "medusa":
+        return DrafterPlan(kind, head.name, MedusaDrafter.num_layers, partial(_medusa, head), head.placed(model))
+    _check_state_fits(len(head.card.taps) * model.hidden_size, config, model)
+    make = partial(_eagle, head, DraftShape(config.draft_shape))
+    return DrafterPlan(kind, head.name, EagleDrafter.num_layers, make, head.placed(model))
+
+
+def _eagle(head: DraftHead, shape: DraftShape, target: TorchRunner, method: Method) -> Drafter:
+    from decode.eagle import EagleDrafter
+
+    return EagleDrafter(target, head, method, shape)
+
+
+def _medusa(head: DraftHead, target: TorchRunner, method: Method) -> Drafter:
+    from decode.medusa import MedusaDrafter
+
+    return MedusaDrafter(target, head, method)
 
 
 def _check_state_fits(num_features: int, config: WorkerConfig, model: ModelConfig) -> None:
@@ -109,12 +133,6 @@ def _check_state_fits(num_features: int, config: WorkerConfig, model: ModelConfi
             f"--block-size {config.block_size}, {config.block_size * num_features * _FEATURE_BYTES} bytes, which the "
             f"message has no room for: --block-size must be at most {room // (num_features * _FEATURE_BYTES)}"
         )
-
-
-def _headed(
-    drafter: type[EagleDrafter] | type[MedusaDrafter], head: DraftHead, target: TorchRunner, method: Method
-) -> Drafter:
-    return drafter(target, head, method)
 
 
 def _model(config: WorkerConfig, folder: Path) -> DrafterPlan:

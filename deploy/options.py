@@ -15,9 +15,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RUNNERS = ("torch", "timed")
 ROLES = ("prefill", "decode", "both")
-DRAFTERS = ("auto", "none", "ngram", "eagle", "medusa", "model")
+DRAFTERS = ("auto", "none", "ngram", "eagle", "eagle+ngram", "medusa", "medusa+ngram", "model", "model+ngram")
 VERIFICATIONS = ("block", "token", "coupled")
 DRAFT_LENGTHS = ("adaptive", "fixed")
+DRAFT_SHAPES = ("chain", "tree")
 PORT, COUNT = click.IntRange(0, 65535), click.IntRange(0)
 DEFAULT_ROUTER = "127.0.0.1:8500"
 
@@ -165,6 +166,12 @@ worker_options = group_of(
         type=click.Choice(DRAFT_LENGTHS),
         default="adaptive",
         help="adaptive: guess as many as is fastest, or none. fixed: always --max-draft-tokens, for measurements.",
+    ),
+    worker_setting(
+        "--draft-shape",
+        type=click.Choice(DRAFT_SHAPES),
+        default="chain",
+        help="tree: several guesses for a place, where they are likely. With --drafter eagle --draft-length fixed.",
     ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )

@@ -108,6 +108,8 @@ def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
 
     if config.drafter not in ("auto", "none"):
         raise ValueError(f"--drafter {config.drafter} needs --runner torch: a timed worker computes nothing to verify")
+    if config.draft_shape == "tree":
+        raise ValueError("--draft-shape tree needs --runner torch: a timed worker computes nothing to verify")
     model = ModelConfig.from_folder(folder)
     max_context_tokens(config, folder)  # refuses what is too much; nothing here is sized by it
     layout = KVLayout(

@@ -72,7 +72,7 @@ class TorchAttention:
         for index, num_tokens in enumerate(step.chunk_lens):
             if num_tokens > 1:
                 rows_of_chunk = slice(first, first + num_tokens)
-                outputs[rows_of_chunk] = self._attend_chunk(layer, queries[rows_of_chunk], index, step)
+                outputs[rows_of_chunk] = self._attend_chunk(layer, queries[rows_of_chunk], index, first, step)
             first += num_tokens
         return outputs.flatten(1)
 
@@ -81,22 +81,26 @@ class TorchAttention:
         num_kv_heads = self._config.num_kv_heads
         keys, values = self._context(layer, step.block_tables[chosen], queries.dtype)  # [S, H, C, D]
         grouped = queries.view(len(chosen), num_kv_heads, -1, self._config.head_dim)  # [S, H, G, D]
-        positions = torch.arange(keys.shape[2], device=queries.device)
-        mask = positions < step.context_lens[chosen, None]  # [S, C]
+        slots = torch.arange(keys.shape[2], device=queries.device)
+        mask = slots < step.context_lens[chosen, None]  # [S, C]
+        if step.trees is not None:
+            mask &= ~step.trees.hidden(slots, chosen, step.query_starts[chosen])
         keys, values = keys.masked_fill(~mask[:, None, :, None], 0), values.masked_fill(~mask[:, None, :, None], 0)
         output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None, :])
         return output.reshape(queries.shape)
 
-    def _attend_chunk(self, layer: int, queries: Tensor, index: int, step: StepInput) -> Tensor:
-        """One chunk, some rows at a time, each piece over no more than the context it can see."""
+    def _attend_chunk(self, layer: int, queries: Tensor, index: int, row: int, step: StepInput) -> Tensor:
+        """One chunk, some rows at a time, each piece over no more than the context it can see. `row` is its first."""
         start, group = step.chunk_starts[index], self._config.num_heads // self._config.num_kv_heads
         keys, values = self._context(layer, step.block_tables[index : index + 1], queries.dtype)
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)  # [1, Q, C, D]
         pieces = []
         for first, piece in zip(range(0, len(queries), ROWS_AT_ONCE), queries.split(ROWS_AT_ONCE), strict=True):
             seen = start + first + len(piece)
-            positions = torch.arange(seen, device=queries.device)
-            mask = positions <= positions[seen - len(piece) :, None]  # [rows, C]
+            slots = torch.arange(seen, device=queries.device)
+            mask = slots <= slots[seen - len(piece) :, None]  # [rows, C]
+            if step.trees is not None:
+                mask &= ~step.trees.hidden(slots, index, slice(row + first, row + first + len(piece)))
             rows = piece.transpose(0, 1)[None]  # [1, Q, rows, D]
             output = F.scaled_dot_product_attention(rows, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
             pieces.append(output[0].transpose(0, 1))

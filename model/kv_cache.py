@@ -6,6 +6,7 @@ can be registered for transfers, and takes memory only as blocks are first writt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -48,6 +49,13 @@ class PagedKVCache:
         blocks, offsets = slots // self.layout.block_size, slots % self.layout.block_size
         self.keys(layer)[blocks, :, offsets] = keys.to(self.memory.dtype)
         self.values(layer)[blocks, :, offsets] = values.to(self.memory.dtype)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_layers: int) -> None:
+        """Keys and values of the first layers from slots to slots, as if all were read before one is written."""
+        size = self.layout.block_size
+        old, new = (torch.tensor(slots, device=self.memory.device) for slots in (sources, targets))
+        moved = self.memory[:num_layers, old // size, :, :, old % size]  # a copy
+        self.memory[:num_layers, new // size, :, :, new % size] = moved
 
 
 def check_memory(layout: KVLayout, num_blocks: int, max_sequence_tokens: int, available_bytes: int) -> None:

@@ -27,6 +27,9 @@ class Chunk:
 
     A runner that drafts may put at most `num_draft_tokens` tokens behind them, for which `block_ids` have room, and
     keeps what it knows of the sequence in `drafting`.
+
+    With `parents` the last tokens are nodes of a tree: each continues the path to its parent, and sees that path alone.
+    `parents` may begin with nodes that have run before: its last element belongs to the last token.
     """
 
     token_ids: Sequence[int]
@@ -37,6 +40,7 @@ class Chunk:
     num_prompt_tokens: int = 0
     num_draft_tokens: int = 0
     drafting: DraftingState = field(default_factory=lambda: DraftingState())
+    parents: Sequence[int] | None = None  # index of a node, -1 for the token before the first
 
 
 @dataclass(slots=True, eq=False)

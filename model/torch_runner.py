@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,15 +144,29 @@ class TorchRunner(NoDrafting):
         step = StepInput.of(chunks, self.layout.block_size, self.model.inverse_frequencies)
         if num_rows is None:
             num_rows = [int(chunk.sampling is not None) for chunk in chunks]
-        ends = np.cumsum(step.chunk_lens).tolist()
-        indexes = [row for end, count in zip(ends, num_rows, strict=True) for row in range(end - count, end)]
-        rows = torch.tensor(indexes, dtype=torch.int64, device=step.token_ids.device)
+        rows = step.last_rows(num_rows)
         if layer_done is None or not self._queues_work:
             return self.model.forward(step, rows, layer_done, taps)
         events = LayerEvents(layer_done, self.cache.memory.device)
         output = self.model.forward(step, rows, events.queued, taps)
         events.wait()
         return output
+
+    def keep_paths(self, paths: Sequence[tuple[Chunk, Sequence[int]]]) -> None:
+        """Moves the KV of these nodes of trees that chunks ended in, in order, to the first slots behind the root.
+
+        So a path becomes a part of the sequence; nothing of the other nodes does. Before anybody else reads its blocks.
+        """
+        size = self.layout.block_size
+        moves = []
+        for chunk, path in paths:
+            first = chunk.start + len(chunk.token_ids) - len(chunk.parents or ())
+            for place, node in enumerate(path):
+                old, new = (chunk.block_ids[at // size] * size + at % size for at in (first + node, first + place))
+                moves += [(old, new)] if old != new else []
+        if moves:
+            sources, targets = zip(*moves, strict=True)
+            self.cache.move(sources, targets, self.config.num_layers)
 
     @property
     def _queues_work(self) -> bool:

@@ -66,12 +66,14 @@ class Transformer:
     def forward(
         self, step: StepInput, rows: Tensor, layer_done: LayerDone | None = None, taps: Sequence[int] = ()
     ) -> ForwardOutput:
-        """Logits of the tokens at `rows` [R]; with `taps`, also what goes into those layers.
+        """Logits of the tokens at `rows` [R]; with `taps`, also what goes into those layers, or out of the last one.
 
-        The last layer has keys and values of all tokens, but what follows in it is computed for `rows` alone.
+        That has keys and values of all tokens, but what follows in it is computed for `rows` alone, unless its output
+        is tapped.
         `layer_done` is called when the calls that store a layer have returned: on CUDA its work is then only queued.
         """
         hidden = F.embedding(step.token_ids, self.embedding).to(self._activations)  # [T, K]
+        num_layers = len(self._layers)
         first_layer = self._first_layer
         features: dict[int, Tensor] = {}
         loads = []
@@ -82,12 +84,14 @@ class Transformer:
             if layer_done is not None:
                 layer_done(number)
             attended = self._attention.attend(first_layer + number, queries, step)
-            if number == len(self._layers) - 1:
+            if number == num_layers - 1 and num_layers not in taps:
                 hidden, attended = hidden[rows], attended[rows]
             layer.output(attended, add_to=hidden)
             load = layer.feed_forward(layer.feed_forward_norm(hidden), add_to=hidden)
             if load is not None:
                 loads.append(load)
+        if num_layers in taps:
+            features[num_layers], hidden = hidden, hidden[rows]
         normed = self._norm(hidden)
         return ForwardOutput(
             logits=self._head(normed).float(),

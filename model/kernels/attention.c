@@ -113,10 +113,17 @@ static float soften(float *scores, long num_seen, long count, float *highest, fl
     return scale;
 }
 
-/* `num_tokens` consecutive queries, the first at `position`, over the keys and values of one KV head. queries and out
- * are [num_tokens, Q, D], at the first of the G heads; cache is that of the layer, at the KV head. */
+/* Of the keys from `first` on, a row sees those from `tree` on, j behind it, only if bit j of `seen` is set. */
+static void hide(float *scores, long first, long num_seen, long tree, uint64_t seen) {
+    for (long key = MAX(0, tree - first); key < num_seen; key++)
+        if (!(seen >> (first + key - tree) & 1)) scores[key] = -INFINITY;
+}
+
+/* `num_tokens` queries, the first in the slot at `position`, over the keys and values of one KV head. queries and out
+ * are [num_tokens, Q, D], at the first of the G heads; cache is that of the layer, at the KV head. With `seen`
+ * [num_tokens], slots from `tree` on are those of nodes; there is one before it, which every token sees. */
 static void attend(const float *queries, long num_tokens, long position, const int *table, const char *cache, int type,
-                   long Q, long H, long G, long B, long D, float *out) {
+                   long Q, long H, long G, long B, long D, long tree, const uint64_t *seen, float *out) {
     const long ld = padded(D), num_rows = num_tokens * G, num_keys = position + num_tokens, size = bytes_of(type);
     float query[MAX_ROWS * ld], sum[MAX_ROWS * ld], keys[KEYS * ld], values[KEYS * ld], scores[MAX_ROWS * KEYS];
     float highest[MAX_ROWS], total[MAX_ROWS];
@@ -136,6 +143,7 @@ static void attend(const float *queries, long num_tokens, long position, const i
         multiply(F32, query, ld, num_rows, (const char *)keys, count, ld, scores, KEYS, 0);
         for (long row = 0; row < num_rows; row++) {
             const long num_seen = MIN(count, position + row / G + 1 - first);
+            if (seen != NULL) hide(scores + row * KEYS, first, num_seen, tree, seen[row / G]);
             const float less = soften(scores + row * KEYS, num_seen, count, highest + row, total + row);
             if (less != 1)
                 for (long d = 0; d < ld; d++) sum[row * ld + d] *= less;
@@ -154,6 +162,8 @@ struct attention {
     long S;
     const int *starts, *context_lens, *tables;
     long table_len;
+    const int *trees;
+    const uint64_t *seen;
     float *out;
     long most;               /* tokens whose queries are worked on together */
     const long *first_piece; /* of each chunk, for one KV head */
@@ -169,14 +179,18 @@ static void attention_piece(const void *job, long p) {
     const long token = a->starts[s] + (piece - a->first_piece[s]) * a->most, left = a->starts[s + 1] - token;
     const long offset = (token * a->Q + h * G) * a->D;
     attend(a->queries + offset, MIN(a->most, left), a->context_lens[s] - left, a->tables + s * a->table_len,
-           a->cache + h * 2 * a->B * a->D * bytes, a->type, a->Q, a->H, G, a->B, a->D, a->out + offset);
+           a->cache + h * 2 * a->B * a->D * bytes, a->type, a->Q, a->H, G, a->B, a->D, a->seen ? a->trees[s] : 0,
+           a->seen ? a->seen + token : NULL, a->out + offset);
 }
 
 /* Every token of S chunks over its context. Chunk s has queries [starts[s], starts[s + 1]), the last of them at
- * position context_lens[s] - 1, and block table tables[s, :]. queries and out are [T, Q, D]. */
+ * position context_lens[s] - 1, and block table tables[s, :]. queries and out are [T, Q, D].
+ *
+ * Where chunks end in trees, slots trees[s] and behind are seen by token t as the bits of seen[t] say; else both are
+ * NULL. */
 void attention(const float *queries, long Q, long H, long D, long B, int type, const char *cache, long S,
-               const int *starts, const int *context_lens, const int *tables, long table_len, float *out,
-               int num_threads) {
+               const int *starts, const int *context_lens, const int *tables, long table_len, const int *trees,
+               const uint64_t *seen, float *out, int num_threads) {
     const long most = MAX(1, MAX_ROWS / (Q / H));
     long first_piece[S + 1], work = 0;
     first_piece[0] = 0;
@@ -184,7 +198,7 @@ void attention(const float *queries, long Q, long H, long D, long B, int type, c
         first_piece[s + 1] = first_piece[s] + ceil_div(starts[s + 1] - starts[s], most);
         work += (starts[s + 1] - starts[s]) * context_lens[s] * Q * D;
     }
-    const struct attention job = {queries,      Q,      H,         D,   B,    type,       cache, S, starts,
-                                  context_lens, tables, table_len, out, most, first_piece};
+    const struct attention job = {queries, Q,      H,         D,     B,    type, cache, S,          starts, context_lens,
+                                  tables,  table_len, trees, seen, out, most, first_piece};
     in_pieces(attention_piece, &job, first_piece[S] * H, threads_for(work, num_threads));
 }

@@ -31,7 +31,7 @@ SIGNATURES = {
     "feed_forward": (_P, _L, _L, _L, _I, _P, _P, _P, _P, _P, _I),
     "mixture": (_P, _L, _L, _L, _L, _L, _I, _P, _P, _P, _P, _P, _P, _P, _I),
     "store": (_P, _L, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _I, _P, _P, _I),
-    "attention": (_P, _L, _L, _L, _L, _I, _P, _L, _P, _P, _P, _L, _P, _I),
+    "attention": (_P, _L, _L, _L, _L, _I, _P, _L, _P, _P, _P, _L, _P, _P, _P, _I),
 }
 
 
@@ -169,6 +169,7 @@ class KernelAttention:
         num_chunks, table_len = step.block_tables.shape
         chunks = num_chunks, step.query_starts.data_ptr(), step.context_lens.data_ptr(), step.block_tables.data_ptr()
         cache = self._type, self._layers[layer]
+        trees = (None, None) if step.trees is None else (step.trees.starts.data_ptr(), step.trees.seen.data_ptr())
         end = output.data_ptr(), torch.get_num_threads()
-        self._attend(queries.data_ptr(), *self._shape, *cache, *chunks, table_len, *end)
+        self._attend(queries.data_ptr(), *self._shape, *cache, *chunks, table_len, *trees, *end)
         return output.view(step.num_tokens, -1)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from decode.blame import mark_failing
 from decode.decoding import DecodeSequence
@@ -131,8 +130,8 @@ def test_who_drafts_on_drafts_the_same(
     runner = load(folder, kind)
     states = prefill(runner)
     broken = {blocks(place)[0] for place in broken_places}
-    name = "_run_with_logits" if kind == "eagle" else "_run"
-    monkeypatch.setattr(runner._drafter, name, breaking(getattr(runner._drafter, name), broken))
+    run: Callable[..., Any] = runner._drafter._run  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner._drafter, "_run", breaking(run, broken))
     made = spied(runner, monkeypatch)
     _, num_failed = draft(runner, states, num_steps=5)
     assert num_failed == len(broken)
@@ -150,8 +149,8 @@ def test_who_cannot_be_followed_drafts_no_more_and_the_others_do_the_same(
 
     runner = load(folder, "eagle")
     broken = {blocks(1)[0]}
-    store: Callable[..., tuple[Any, Tensor, Tensor]] = runner._drafter._store  # type: ignore[attr-defined]
-    monkeypatch.setattr(runner._drafter, "_store", breaking(store, broken))
+    step: Callable[..., Any] = runner._drafter._step  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner._drafter, "_step", breaking(step, broken))
     states = prefill(runner)  # which fills two blocks
     assert [state.failed for state in states] == [False, True, False, False]
     made = spied(runner, monkeypatch)

@@ -178,7 +178,7 @@ def test_drafts_that_were_withdrawn_are_not_counted() -> None:
         asked = planner.plan(both, 64)[0]
         assert 1 <= asked <= 3
         planner.withdraw(leaving)
-        results = [(staying, verified(asked, 0)), (leaving, SampledToken(9))]
+        results: list[tuple[DecodeSequence, Outcome]] = [(staying, verified(asked, 0)), (leaving, SampledToken(9))]
         planner.learn(results, StepOutput((), 0.01), was_mixed=False)
         assert [after - old for after, old in zip(lengths(), before, strict=True)] == [2, asked]
 

@@ -12,8 +12,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.draft_layer import LayerState
 from decode.drafter import Drafter, Observed
-from decode.eagle import EagleState
 from decode.medusa import MedusaDrafter
 from decode.speculative_runner import SpeculativeRunner
 from decode.verification import Method
@@ -104,7 +104,7 @@ def taken_over(runner: SpeculativeRunner, states: Sequence[DraftingState]) -> li
     return heirs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "tree"])
 @pytest.mark.parametrize("method", [Method.BLOCK, Method.TOKEN, Method.COUPLED])
 def test_drafts_on_a_device(folder: Path, kind: str, method: Method, device_log: list[str]) -> None:
     runner = load(folder, kind, method, device="cuda")
@@ -113,7 +113,7 @@ def test_drafts_on_a_device(folder: Path, kind: str, method: Method, device_log:
     assert draft(runner, heirs) == (len(SAMPLINGS) * 9, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "tree"])
 def test_drafts_in_bfloat16(folder: Path, kind: str) -> None:
     """A state travels as float32."""
     runner = load(folder, kind, kernels="torch", dtype="bfloat16")
@@ -162,7 +162,7 @@ def test_logits_that_are_not_finite_end_drafting_for_their_sequence_alone(
 def test_a_chain_that_breaks_off_is_no_draft(folder: Path) -> None:
     """Its first tokens would stand on their own; but what is drafted must not look at what the laws behind say."""
     runner = load(folder, "eagle")
-    drafter, logits_of = runner._drafter, runner._drafter._run_with_logits  # type: ignore[attr-defined]
+    drafter, logits_of = runner._drafter, runner._drafter._run  # type: ignore[attr-defined]
     calls = []
 
     def run(slots: Sequence[Chunk], hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def test_a_chain_that_breaks_off_is_no_draft(folder: Path) -> None:
             logits[2, 0] = math.inf
         return logits, output
 
-    drafter._run_with_logits = run  # type: ignore[attr-defined]
+    drafter._run = run  # type: ignore[attr-defined]
     states = prefill(runner)
     assert draft(runner, states, num_steps=1) == (9, 1)
     assert calls == [4, 4, 3]
@@ -246,7 +246,7 @@ def test_features_of_a_long_prompt_are_not_kept(folder: Path) -> None:
     prompt = [3 + index % 40 for index in range(31)]
     runner.execute([Chunk(prompt, 0, blocks(0), SAMPLINGS[0], prompt, len(prompt), drafting=state)])
     kept = state.value
-    assert isinstance(kept, EagleState) and len(kept.pending) == 1
+    assert isinstance(kept, LayerState) and len(kept.pending) == 1
     assert kept.pending.untyped_storage().nbytes() == kept.pending.nbytes
 
 

@@ -16,15 +16,25 @@ from torch.nn import functional as F
 from decode import measure_head
 from decode.draft_head import CARD, HeadUnusable
 from decode.eagle_training import Batch, EagleModule, eagle_losses, shifted
-from decode.generations import Generation, NoPrompts, read_generations, read_prompts
+from decode.generations import (
+    OWN_PROMPT_TOKENS,
+    Generation,
+    NoPrompts,
+    read_generations,
+    read_prompts,
+    start_of_user_turn,
+    write_prompts,
+)
 from decode.head_data import HeadData
 from decode.head_loss import head_loss, target_law
 from decode.head_training import CheckpointMismatch, Progress, TrainingOptions, collate, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
 from decode.train_head import draft_vocabulary
 from model.runner import Chunk
+from model.tokenizer import Tokenizer
 from model.torch_runner import TorchRunner
 from tests.cluster.draft_heads import write_head
+from tests.cluster.tiny_model import build_tiny_moe
 from tests.model.tiny_models import VOCAB_SIZE, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -257,7 +267,6 @@ def begun(data: HeadData, checkpoint: Path, *, num_heads: int = 2, **changes: An
     ("changes", "complaint"),
     [
         ({"learning_rate": 0.5}, "learning_rate is 0.004 there and 0.5 here; train as it was begun, or delete it"),
-        ({"num_steps": 8}, "another training: num_steps is 4 there and 8 here;"),
         ({"seed": 1, "later_weight": 0.5}, "later_weight is 0.85 there and 0.5 here, seed is 0 there and 1 here;"),
         ({"num_heads": 1}, r"shape of heads\.1\.weight is \[36, 36\] there and unknown here"),
         ({"num_heads": 5}, r"unknown there and \[36, 36\] here, .*, and 2 more;"),
@@ -298,6 +307,22 @@ def test_what_is_no_checkpoint_is_refused(spoil: str, data: HeadData, tmp_path: 
         torch.save({"module": {}, "step": 2}, checkpoint)
     with pytest.raises(CheckpointMismatch, match="is not a checkpoint of this program"):
         begun(data, checkpoint)
+
+
+def test_a_chat_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
+    """Each is what it samples behind the beginning of a user's turn, up to the end of the turn that it writes."""
+    folder = build_tiny_moe(tmp_path)
+    tokenizer, runner = Tokenizer.load(folder), TorchRunner.load(folder, num_blocks=800)
+    assert tokenizer.decode(start_of_user_turn(tokenizer)) == "<|user|>"
+    path, told = tmp_path / "own.jsonl", list[int]()
+    write_prompts(runner, tokenizer, path, count=40, progress=told.append)
+    assert told == list(range(1, 41))
+    prompts = read_prompts(path)
+    assert 0 < len(prompts) < 40  # some do not end
+    assert all(len(prompt) >= OWN_PROMPT_TOKENS.start and "</s>" not in prompt for prompt in prompts)
+    content = path.read_bytes()
+    write_prompts(runner, tokenizer, path, count=40, progress=told.append)  # they are there already
+    assert path.read_bytes() == content and len(told) == 40
 
 
 def test_draft_vocabulary_takes_what_the_target_says_most() -> None:

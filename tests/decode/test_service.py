@@ -353,19 +353,23 @@ async def test_answer_that_could_never_fit_is_refused() -> None:
 async def test_blocks_that_running_answers_need_next_are_not_given_to_a_hand_over() -> None:
     """Or they would be preempted for a newcomer."""
     async with one_worker() as worker, peer_of(worker) as peer:
-        worker.runner.hold(after_steps=2)
-        calls = [here(worker, name, prompt_of(6, first=index), 12) for index, name in enumerate("bc")]
+        scheduler = worker.decode.scheduler
+        worker.runner.hold()
+        prompts = [prompt_of(6, first=0), prompt_of(7, first=1)]
+        calls = [here(worker, "b", prompts[0], 12)]
         await eventually(lambda: worker.runner.is_waiting)
-        assert worker.decode.scheduler.num_running == 2
+        calls.append(here(worker, "c", prompts[1], 12))
+        await eventually(lambda: scheduler.num_waiting == 1)
+        worker.runner.let_run(2)  # b has two tokens then, and c one: both fill two blocks
+        await eventually(lambda: worker.runner.is_waiting and worker.runner.num_steps == 2)
+        assert scheduler.num_running == 2
         num_free = worker.pool.num_free
         with pytest.raises(DecodePoolFull, match=f"{num_free - 1} KV blocks wanted, {num_free - 2} to give"):
             await peer.reserve("a", (num_free - 1) * BLOCK)
         ticket = await peer.reserve("a", (num_free - 2) * BLOCK)
         await peer.release(ticket)
         worker.runner.go_on()
-        assert [await tokens_of(call) for call in calls] == [
-            answer_to(prompt_of(6, first=index), 12) for index in range(2)
-        ]
+        assert [await tokens_of(call) for call in calls] == [answer_to(prompt, 12) for prompt in prompts]
 
 
 async def test_small_prompts_of_one_worker_do_not_take_what_a_large_one_of_another_waits_for() -> None:

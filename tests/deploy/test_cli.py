@@ -65,7 +65,7 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["demo", "--max-context", "0"], "0 is not in the range x>=2"),
         (["generate", "x", "--deadline-s", "0"], "0.0 is not in the range x>0"),
         (["generate", "x", "--speculation", "on"], "'on' is neither off nor a number of tokens"),
-        (["worker", "--drafter", "oracle"], "'oracle' is not one of 'auto', 'none', 'ngram', 'eagle', 'medusa'"),
+        (["worker", "--drafter", "oracle"], "'oracle' is not one of 'auto', 'none', 'ngram', 'eagle', 'eagle+ngram'"),
         (["model", "build", "gpt-7"], "unknown: gpt-7; there are demo-dense and demo-moe"),
     ],
 )
@@ -169,6 +169,7 @@ def test_up_gives_its_workers_the_options_it_was_given() -> None:
         "--verification": "block",
         "--max-draft-tokens": "7",
         "--draft-length": "adaptive",
+        "--draft-shape": "chain",
         "--drain-s": "3.0",
     }
     worker_flags = {flag for parameter in cli.commands["worker"].params for flag in parameter.opts}

@@ -28,6 +28,7 @@ from model.checkpoint import model_digest
 from model.config import ModelConfig
 from model.kv_cache import CacheDoesNotFit
 from model.runner import Chunk
+from model.sampling_params import SamplingParams
 from protos.channel import MAX_MESSAGE_BYTES
 from protos.decode_pb2 import HandoverRecord
 from tests.cluster.draft_heads import write_head
@@ -151,6 +152,9 @@ UNUSABLE: list[tuple[str, str, Write | None, str]] = [
 ]
 
 
+TREE = {"draft_shape": "tree", "draft_length": "fixed"}
+
+
 def void(_: object) -> None:
     """Only that it was done matters."""
 
@@ -184,6 +188,16 @@ def test_what_does_not_fit_the_model_is_refused(
         ({"drafter": "none", "draft_model": "x"}, "--draft-model goes with .*, not none"),
         ({"draft_model": "x"}, "--draft-model goes with .*, not auto"),
         ({"drafter": "ngram", "runner": "timed"}, "--drafter ngram needs --runner torch"),
+        (
+            {"draft_shape": "tree", "drafter": "eagle"},
+            "--draft-shape tree goes with --draft-length fixed, not adaptive",
+        ),
+        *(
+            ({**TREE, "drafter": kind}, f"--draft-shape tree goes with --drafter eagle, not {kind}, which cannot")
+            for kind in ("ngram", "medusa", "model", "none")
+        ),
+        (TREE, "--draft-shape tree goes with --drafter eagle, not ngram, which cannot"),
+        ({**TREE, "runner": "timed"}, "--draft-shape tree needs --runner torch"),
     ],
 )
 def test_settings_that_contradict_each_other(tiny_model: Path, settings: dict[str, str], complaint: str) -> None:
@@ -280,6 +294,17 @@ def test_head_is_another_if_it_reads_or_drafts_others(tiny_model: Path, tmp_path
     save_file(weights, vocabulary / WEIGHTS)
     assert name(first) == name(again)
     assert len({name(first), name(taps), name(vocabulary)}) == 3
+
+
+@pytest.mark.parametrize(("settings", "parents"), [({}, None), (TREE, [-1, -1, -1])])
+def test_shape_of_drafts(tiny_model: Path, tmp_path: Path, settings: dict[str, Any], parents: list[int] | None) -> None:
+    """A random head is unsure: all of a small tree are guesses for the next place."""
+    head = write_head(tmp_path, "eagle", tiny_model)
+    runner = load_runner(config(tiny_model, num_blocks=100, drafter="eagle", draft_model=head, **settings), tiny_model)
+    assert isinstance(runner, SpeculativeRunner)
+    greedy = SamplingParams(max_tokens=5, temperature=0.0)
+    (draft,) = runner._drafter.propose([Chunk([5], 0, range(2), greedy, [5], 1, 3)])
+    assert (len(draft.token_ids), draft.parents) == (3, parents)
 
 
 def test_first_draft_is_not_the_first_one_of_its_worker(

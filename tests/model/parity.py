@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,12 +102,50 @@ def only_rows_that_want_a_token_have_logits(model: Model) -> None:
     close(found[0], model.expected(prompt))
 
 
+def trees_batched_with_everything_else(model: Model) -> None:
+    """Behind one token and behind several, while others decode, draft a chain and are prefilled."""
+    shapes = ((-1, -1, 0, 0, 1, 4, 2, -1), tuple(random.Random(node).randrange(-1, node) for node in range(30)))
+    lengths = (7, 22)
+    texts = [tokens(n + len(parents), seed=n) for n, parents in zip(lengths, shapes, strict=True)]
+    blocks = [model.take_blocks(len(text)) for text in texts]
+    other, chain, late = tokens(13, seed=3), tokens(18, seed=4), tokens(25, seed=5)
+    other_blocks, chain_blocks, late_blocks = (model.take_blocks(len(text)) for text in (other, chain, late))
+    starts = (lengths[0] - 1, lengths[1] - 5)
+    before = [model.chunk(t, 0, start, b) for t, start, b in zip(texts, starts, blocks, strict=True)]
+    before += [model.chunk(other, 0, 12, other_blocks), model.chunk(chain, 0, 13, chain_blocks)]
+    model.logits(*before)
+    trees = [
+        replace(model.chunk(text, start, len(text), of_text), parents=parents)
+        for text, start, of_text, parents in zip(texts, starts, blocks, shapes, strict=True)
+    ]
+    step = [
+        model.chunk(other, 12, 13, other_blocks),
+        trees[0],
+        model.chunk(chain, 13, 18, chain_blocks),
+        trees[1],
+        model.chunk(late, 0, 25, late_blocks),
+    ]
+    found = model.runner.forward(step, num_rows=[1, 1 + len(shapes[0]), 5, 1 + len(shapes[1]), 1]).logits.cpu()
+    paths = [other, *(text for pair in zip(texts, lengths, shapes, strict=True) for text in _paths(*pair)), late]
+    paths[1 + 1 + len(shapes[0]) : 1 + 1 + len(shapes[0])] = [chain[:end] for end in range(14, 19)]
+    close(found, torch.stack([model.expected(path) for path in paths]))
+
+
+def _paths(text: Sequence[int], num_known: int, parents: Sequence[int]) -> list[list[int]]:
+    """What is before the tree, and to each node."""
+    paths = [list(text[:num_known])]
+    for token, parent in zip(text[num_known:], parents, strict=True):
+        paths.append([*paths[parent + 1], token])
+    return paths
+
+
 CHECKS: tuple[Callable[[Model], None], ...] = (
     whole_prompts,
     uneven_chunks,
     prefix_of_another_sequence,
     decode_batched_with_prefill,
     only_rows_that_want_a_token_have_logits,
+    trees_batched_with_everything_else,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -70,9 +71,15 @@ class Case:
             return TorchAttention(config, self.cache, norms)
         return KernelAttention(library(BUILDS[self.backend])[1], config, self.cache, norms)
 
-    def run(self, parts: list[tuple[Tensor, int, list[int]]]) -> list[Tensor]:
-        """Each part is qkv [T, Q + 2 H, D] of a chunk, its start and the blocks of its sequence."""
-        chunks = [Chunk([0] * len(qkv), start, blocks) for qkv, start, blocks in parts]
+    def run(
+        self, parts: list[tuple[Tensor, int, list[int]]], trees: dict[int, Sequence[int]] | None = None
+    ) -> list[Tensor]:
+        """Each part is qkv [T, Q + 2 H, D] of a chunk, its start and the blocks of its sequence. Trees are by part."""
+        shapes = trees or {}
+        chunks = [
+            Chunk([0] * len(qkv), start, blocks, parents=shapes.get(index))
+            for index, (qkv, start, blocks) in enumerate(parts)
+        ]
         step = StepInput.of(chunks, self.block_size, self.frequencies)
         queries = self.attention.store(1, torch.cat([qkv for qkv, _, _ in parts]).flatten(1), step)
         return list(self.attention.attend(1, queries, step).split([len(qkv) for qkv, _, _ in parts]))
@@ -160,6 +167,69 @@ def test_chunk_longer_than_a_piece(backend: str) -> None:
     qkv, blocks = case.sequence(ROWS_AT_ONCE + 140, seed=4)
     found = case.run([(qkv[:50], 0, blocks)]) + case.run([(qkv[50:], 50, blocks)])
     close(torch.cat(found), case.expected(qkv), "float32")
+
+
+TREES: dict[str, tuple[int, ...]] = {
+    "comb": (-1, -1, 0, 0, 2, 1, 4, -1),
+    "siblings": (-1,) * 9,
+    "chain": tuple(range(-1, 20)),
+    "as large as may be": tuple(random.Random(node).randrange(-1, node) for node in range(64)),
+}
+
+
+def expected_of_nodes(case: Case, qkv: Tensor, parents: Sequence[int]) -> Tensor:
+    """By the path of each: the last rows of qkv are those of nodes."""
+    root = len(qkv) - len(parents)
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), root + node])
+    return torch.stack([case.expected(qkv[[*range(root), *path]])[-1] for path in paths])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_before", [2, 57, 128])
+@pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
+def test_a_node_sees_what_is_before_the_tree_and_its_own_path(
+    backend: str, num_before: int, parents: tuple[int, ...]
+) -> None:
+    case = Case(6, 2, 16, 16, "float32", backend)
+    plain, plain_blocks = case.sequence(60, seed=1)
+    first, first_blocks = case.sequence(num_before + len(parents), seed=2)
+    second, second_blocks = case.sequence(1 + len(parents), seed=3)
+    start = num_before // 2
+    case.run([(first[:start], 0, first_blocks), (plain[:40], 0, plain_blocks)])
+    parts = [(plain[40:41], 40, plain_blocks), (first[start:], start, first_blocks), (second, 0, second_blocks)]
+    found = case.run(parts, {1: parents, 2: parents})
+    close(found[0], case.expected(plain[:41])[40:], "float32")
+    close(found[1][: num_before - start], case.expected(first[:num_before])[start:], "float32")
+    close(found[1][num_before - start :], expected_of_nodes(case, first, parents), "float32")
+    close(found[2][:1], case.expected(second[:1]), "float32")
+    close(found[2][1:], expected_of_nodes(case, second, parents), "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tree_may_run_in_parts(backend: str, dtype: str) -> None:
+    """As it does while it grows: one node, several, and beside a chunk that has none."""
+    case = Case(4, 2, 16, 4, dtype, backend)
+    parents = TREES["comb"]
+    qkv, blocks = case.sequence(10 + len(parents), seed=1)
+    plain, plain_blocks = case.sequence(8, seed=2)
+    case.run([(qkv[:10], 0, blocks)])
+    found, first = [], 0
+    for end in (1, 2, 5, 8):
+        parts = [(qkv[10 + first : 10 + end], 10 + first, blocks), (plain[first:end], first, plain_blocks)]
+        found.append(case.run(parts, {0: parents[:end]}))
+        first = end
+    close(torch.cat([part[0] for part in found]), expected_of_nodes(case, qkv, parents), dtype)
+    close(torch.cat([part[1] for part in found]), case.expected(plain), dtype)
+
+
+@pytest.mark.parametrize(("num_before", "num_nodes"), [(0, 1), (5, 65)])
+def test_a_tree_needs_a_root_and_has_64_nodes_at_most(num_before: int, num_nodes: int) -> None:
+    chunk = Chunk([0] * (num_before + num_nodes), 0, range(9), parents=(-1,) * num_nodes)
+    with pytest.raises(ValueError, match=f"a tree of {num_nodes} nodes at slot {num_before}: at most 64, behind"):
+        StepInput.of([chunk], 16, torch.ones(2))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

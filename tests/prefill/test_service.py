@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from decode.draft_planner import FixedDrafts
+from decode.outlook import ANYTHING
 from kvtransfer import metrics as kvtransfer_metrics
 from kvtransfer.loopback_agent import LoopbackNetwork
 from model.runner import DraftingState
@@ -294,7 +295,9 @@ async def test_closing_ends_the_calls_that_are_open() -> None:
 async def test_prompts_are_computed_beside_answers_whose_drafts_would_fill_the_step() -> None:
     """Eight tokens a step: two for the answers, at most three for their drafts, three for the prompt of nine."""
     network = LoopbackNetwork()
-    worker = TimedWorker(network, "both-0", num_blocks=48, planner=FixedDrafts(7, 1000))
+    worker = TimedWorker(
+        network, "both-0", num_blocks=48, planner=FixedDrafts(7, 1000, lambda drafting, token_ids: ANYTHING)
+    )
     async with running(worker):
         worker.runner.hold(after_steps=6)
         answers = [
