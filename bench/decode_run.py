@@ -14,7 +14,7 @@ from decode.acceptance import DraftOutcome
 from decode.decoding import DecodeSequence
 from decode.draft_planner import DraftPlanner
 from decode.outbox import Outbox
-from decode.outlook import Ask
+from decode.outlook import OutlookOf
 from decode.scheduler import DecodeScheduler
 from model.block_pool import BlockPool
 from model.runner import Chunk, ModelRunner, SampledToken, StepOutput, VerifiedDraft
@@ -132,7 +132,7 @@ class DecodeRun:
         planner: DraftPlanner,
         prompts: PrefilledPrompts,
         batch: int,
-        outlook: Ask | None = None,
+        outlook: OutlookOf | None = None,
     ) -> None:
         """`outlook` tells the grades of the drafts; without it they are all taken to be alike."""
         self._runner = runner

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from decode.draft_head import DraftHead, shipped_head
 from decode.draft_model import DraftModelDrafter, check_shape
 from decode.drafter import Drafter
 from decode.eagle import EagleDrafter
-from decode.lookup_first import LookupFirst
 from decode.medusa import MedusaDrafter
 from decode.ngram import NgramDrafter
 from decode.verification import Method
 from decode.vocabulary import check_same_vocabulary
-from deploy.drafting import LOOKUP, DrafterPlan
+from deploy.drafting import LOOKUP, DrafterPlan, with_lookup
 from model.cache_folder import default_cache
 from model.checkpoint import map_weights, model_digest
 from model.config import ModelConfig
@@ -40,8 +38,7 @@ def plan_drafter(kind: str, model: str, folder: Path, heads: Mapping[str, Path],
     if kind == "ngram":
         return DrafterPlan(kind, "", 0, lambda target, method: NgramDrafter())
     if kind.endswith(LOOKUP):
-        plan = plan_drafter(kind.removesuffix(LOOKUP), model, folder, heads, max_context)
-        return replace(plan, kind=kind, make=lambda target, method: LookupFirst(plan.make(target, method)))
+        return with_lookup(plan_drafter(kind.removesuffix(LOOKUP), model, folder, heads, max_context))
     if kind == "model":
         return _draft_model(model, folder, max_context)
     return _draft_head(kind, folder, heads.get(kind))

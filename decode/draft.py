@@ -1,4 +1,4 @@
-"""What a drafter hands over: tokens that may follow a sequence, and how they came about."""
+"""What a drafter hands over: tokens that may follow a sequence, as a chain or a tree, and how they came about."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class HeadUnusable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HeadCard:
-    """`targets` are the digests of the models it was trained for, by name (see `model.checkpoint.model_digest`)."""
+    """`targets` are the digests of the models it drafts for, by name: the one it was trained for, and those that
+    `decode.measure_head` was given (see `model.checkpoint.model_digest`)."""
 
     kind: str  # "eagle" or "medusa"
     targets: Mapping[str, str]

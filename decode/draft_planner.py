@@ -13,7 +13,7 @@ from decode.decoding import DecodeSequence
 from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome, most_useful_drafts
 from decode.draft_meter import DraftMeter
 from decode.draft_policy import DraftPolicy
-from decode.outlook import NOTHING, Ask
+from decode.outlook import NOTHING, OutlookOf
 from model.runner import Outcome, StepOutput, VerifiedDraft
 
 
@@ -56,7 +56,7 @@ class NoDrafts:
 class FixedDrafts(NoDrafts):
     """So many for everybody, where they can be of use and the drafter has as many."""
 
-    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: Ask) -> None:
+    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: OutlookOf) -> None:
         self._num_drafts = num_drafts
         self._max_context_tokens = max_context_tokens
         self._outlook = outlook
@@ -81,7 +81,7 @@ class FixedDrafts(NoDrafts):
 class AdaptiveDrafts:
     """By `DraftPolicy`: what is expected to emit most tokens per second."""
 
-    def __init__(self, policy: DraftPolicy, longest_draft: int, max_context_tokens: int, outlook: Ask) -> None:
+    def __init__(self, policy: DraftPolicy, longest_draft: int, max_context_tokens: int, outlook: OutlookOf) -> None:
         self.policy = policy
         self.meter = DraftMeter()
         self._longest_draft = longest_draft
@@ -162,7 +162,7 @@ def most_drafts(decoding: DecodeSequence, longest_draft: int, max_context_tokens
     )
 
 
-def demand_of(decoding: DecodeSequence, longest_draft: int, max_context_tokens: int, outlook: Ask) -> DraftDemand:
+def demand_of(decoding: DecodeSequence, longest_draft: int, max_context_tokens: int, outlook: OutlookOf) -> DraftDemand:
     """The drafter is asked only where a draft may be of use."""
     sequence = decoding.sequence
     most = most_drafts(decoding, longest_draft, max_context_tokens)

@@ -24,7 +24,7 @@ _MOST_LOSS = 10.0  # of one trial, in steps: what a stalled machine lost was not
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    exploration_share: float = 0.01  # of the time
+    exploration_share: float = 0.008  # of the time
     most_exploration_steps: float = 5.0  # saved up; also what the first steps may lose
     hysteresis: float = 0.01  # what drafting must gain over none, and another cap over the last one, to be chosen
     first_probe_wait: int = 16
@@ -82,13 +82,13 @@ class DraftPolicy:
             tuple(lengths),
             reason,
             probed_ids,
-            chances.expected_tokens(lengths),
-            float(forecast.verify_s[sum(lengths)]) + draft_s,
-            forecast.plain_s,
-            float(options.num_tokens[best]),
-            float(options.seconds[best]),
-            draft_s,
-            _draft_cost(options, best),
+            num_expected_tokens=chances.expected_tokens(lengths),
+            expected_s=float(forecast.verify_s[sum(lengths)]) + draft_s,
+            plain_s=forecast.plain_s,
+            best_num_tokens=float(options.num_tokens[best]),
+            best_s=float(options.seconds[best]),
+            expected_draft_s=draft_s,
+            draft_cost=_draft_cost(options, best),
         )
 
     def observe(self, decision: DraftDecision, outcome: StepOutcome) -> None:

@@ -2,7 +2,8 @@
 
 A drafter keeps what it knows of a sequence in the sequence's own `DraftingState`, so that nothing is left of one that
 has gone: a tensor, or a dataclass whose fields it assigns to, so that it can be put back where a call raises. It is
-called by `decode.speculative_runner` alone: on the compute thread, or between steps where that is said.
+called by `decode.speculative_runner`, or by a drafter around it: on the compute thread, or between steps where that is
+said.
 """
 
 from __future__ import annotations

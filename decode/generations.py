@@ -83,7 +83,7 @@ def write_prompts(
 ) -> None:
     """Lets the model write about `count` prompts, each once, in the form that `read_prompts` reads.
 
-    Those that it does not end, or ends at once, are thrown away.
+    Those that it does not end, or ends at once, are thrown away. If `path` is there already nothing is done.
     """
     if path.exists():
         return

@@ -20,7 +20,7 @@ from decode.head_data import HeadData
 Losses = Callable[[Batch], tuple[list[Tensor], list[Tensor]]]
 """Of one batch, by position in the draft: losses, and the share accepted up to there."""
 
-_TOLD = 4  # differences
+_MOST_TOLD = 4  # differences
 _REMEDY = "train as it was begun, or delete it"
 
 
@@ -207,8 +207,8 @@ def _restore(
         told = [
             f"{name} is {found.get(name, 'unknown')} there and {training.get(name, 'unknown')} here" for name in names
         ]
-        more = f", and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
-        raise CheckpointMismatch(f"{path} is of another training: {', '.join(told[:_TOLD])}{more}; {_REMEDY}")
+        more = f", and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+        raise CheckpointMismatch(f"{path} is of another training: {', '.join(told[:_MOST_TOLD])}{more}; {_REMEDY}")
     module.load_state_dict(state["module"])
     for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(each)

@@ -24,7 +24,7 @@ from decode.drafter import Drafter
 from decode.eagle import EagleDrafter
 from decode.generations import answer, read_prompts, tokens_of
 from decode.medusa import MedusaDrafter
-from decode.outlook import Ask
+from decode.outlook import OutlookOf
 from decode.speculative_runner import SpeculativeRunner
 from decode.verification import Method
 from model.cache_folder import default_cache
@@ -42,7 +42,7 @@ NUM_BLOCKS = 2048
 class Counting(FixedDrafts):
     """`num_tried[i]`: drafts with a token at position i whose tokens before it stood; `num_stood[i]` of them stood."""
 
-    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: Ask) -> None:
+    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: OutlookOf) -> None:
         super().__init__(num_drafts, max_context_tokens, outlook)
         self.num_tried, self.num_stood = [0] * num_drafts, [0] * num_drafts
 
@@ -80,10 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = digest if digest in card.targets.values() else next(iter(card.targets.values()), digest)
     head = DraftHead.load(given.head, card.kind, config, known)
     _add_target(given.head, given.model, digest)  # not before it is known to fit
-    num_layers = EagleDrafter.num_layers if card.kind == "eagle" else MedusaDrafter.num_layers
-    target = TorchRunner.load(folder, num_blocks=NUM_BLOCKS, num_draft_layers=num_layers, drafter=head.name)
-    kind = EagleDrafter if card.kind == "eagle" else MedusaDrafter
-    drafter: Drafter = kind(target, head, Method.BLOCK)
+    make = EagleDrafter if card.kind == "eagle" else MedusaDrafter
+    target = TorchRunner.load(folder, num_blocks=NUM_BLOCKS, num_draft_layers=make.num_layers, drafter=head.name)
+    drafter: Drafter = make(target, head, Method.BLOCK)
     runner = SpeculativeRunner(target, drafter, Method.BLOCK)
     tokenizer = Tokenizer.load(folder)
     sampling = SamplingParams(max_tokens=given.max_tokens, temperature=0.0, stop_token_ids=tokenizer.eos_token_ids)

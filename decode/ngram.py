@@ -1,7 +1,8 @@
 """Prompt look-up: what followed the last few tokens when they stood in this sequence before (Saxena, 2023).
 
-It costs no forward and holds no KV. An index from each n-gram to the token behind its latest occurrence grows with the
-sequence, so that a step costs the same however long the text is.
+It costs no forward and holds no KV. An index says where the token behind the latest occurrence of each n-gram stands,
+and grows with the sequence, so that a step costs the same however long the text is. How many tokens are the same grades
+the guess.
 """
 
 from __future__ import annotations

@@ -25,5 +25,5 @@ class Outlook:
 
 NOTHING, ANYTHING = Outlook(0), Outlook(MAX_DRAFT_TOKENS)
 
-Ask = Callable[[DraftingState, Sequence[int]], Outlook]
+OutlookOf = Callable[[DraftingState, Sequence[int]], Outlook]
 """The outlook of a sequence, from its state and all of its tokens. Event loop only, while no step runs."""

@@ -1,7 +1,8 @@
 """Trains a draft head for a model, on what that model itself answers: `python -m decode.train_head --kind eagle`.
 
-Three stages, each of which goes on where it was interrupted: answers to the prompts, the target's hidden states along
-them, training. The head and its card are written to --output; what is left in --work can be thrown away.
+Prompts of the model's own, if asked for, are written first, in one go. Then three stages, each of which goes on where
+it was interrupted: answers to the prompts, the target's hidden states along them, training. The head and its card are
+written to --output; what is left in --work can be thrown away.
 """
 
 from __future__ import annotations

@@ -66,13 +66,18 @@ def choose_drafter(config: WorkerConfig, folder: Path) -> DrafterPlan | None:
     if kind == "auto":
         kind = "eagle+ngram" if shipped_head("eagle", model_digest(folder)) is not None else "ngram"
         logger.info("drafting with %s", kind)
-    kind, _, lookup = kind.partition(LOOKUP)
+    kind, lookup, _ = kind.partition(LOOKUP)
     if config.draft_shape == "tree" and kind != "eagle":
         raise ValueError(f"--draft-shape tree goes with --drafter eagle, not {kind}, which cannot draft trees")
     if kind in ("ngram", "none"):
         return None if kind == "none" else _ngram()
     plan = _model(config, folder) if kind == "model" else _head(kind, config, folder)
-    return replace(plan, kind=config.drafter, make=partial(_behind_lookup, plan.make)) if lookup else plan
+    return with_lookup(plan) if lookup else plan
+
+
+def with_lookup(plan: DrafterPlan) -> DrafterPlan:
+    """The same drafter, behind prompt look-up."""
+    return replace(plan, kind=plan.kind + LOOKUP, make=partial(_behind_lookup, plan.make))
 
 
 def _behind_lookup(make: Make, target: TorchRunner, method: Method) -> Drafter:

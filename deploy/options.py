@@ -151,9 +151,10 @@ worker_options = group_of(
         "--drafter",
         type=click.Choice(DRAFTERS),
         default="auto",
-        help="Who guesses tokens ahead. auto: the EAGLE head that comes with the model, or else prompt look-up.",
+        help="Who guesses tokens ahead; +ngram: prompt look-up first where the text repeats itself. "
+        "auto: eagle+ngram if a head comes with the model, or else ngram.",
     ),
-    worker_setting("--draft-model", help="For --drafter model: which. For eagle and medusa: the folder of the head."),
+    worker_setting("--draft-model", help="For --drafter model: which. For eagle, medusa: the folder of another head."),
     worker_setting(
         "--verification",
         type=click.Choice(VERIFICATIONS),
@@ -165,13 +166,13 @@ worker_options = group_of(
         "--draft-length",
         type=click.Choice(DRAFT_LENGTHS),
         default="adaptive",
-        help="adaptive: guess as many as is fastest, or none. fixed: always --max-draft-tokens, for measurements.",
+        help="adaptive: guess as many as is fastest, or none. fixed: up to --max-draft-tokens, for measurements.",
     ),
     worker_setting(
         "--draft-shape",
         type=click.Choice(DRAFT_SHAPES),
         default="chain",
-        help="tree: several guesses for a place, where they are likely. With --drafter eagle --draft-length fixed.",
+        help="tree: several guesses for a place, where the head is unsure. With EAGLE and --draft-length fixed.",
     ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )

@@ -45,9 +45,9 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     drafting = DraftingState()
     runner.execute([Chunk(prompt, 0, block_ids, greedy, prompt, num_tokens, drafting=drafting)])
-    history = [*prompt, 1]
+    history = [*prompt, 0]  # not in the prompt: look-up has nothing to say, and whoever drafts behind it is warmed up
     for count in (0, num_drafts) if num_drafts else (0,):
-        runner.execute([Chunk([1], num_tokens, block_ids, greedy, history, num_tokens, count, drafting)])
+        runner.execute([Chunk([0], num_tokens, block_ids, greedy, history, num_tokens, count, drafting)])
 
 
 def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:

@@ -45,7 +45,8 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class DraftingState:
-    """What a drafter knows of a sequence: it goes with the sequence and is changed by the runner, during a step, alone.
+    """What a drafter knows of a sequence: it goes with the sequence and is changed by the runner alone, during a step
+    or, asked for an outlook, between steps.
 
     `failed`: drafting broke down once, and is over for this sequence. `blocks_are_whole`: the blocks that it fills have
     KV of the drafter's layers, too; without, no other sequence may start from them.

@@ -21,6 +21,7 @@ import model.torch_runner
 from decode.draft import Draft
 from decode.draft_head import CARD, WEIGHTS
 from decode.draft_planner import AdaptiveDrafts, FixedDrafts, NoDrafts
+from decode.lookup_first import LookupFirst
 from decode.speculative_runner import SpeculativeRunner
 from deploy.drafting import DrafterPlan, choose_drafter, draft_planner
 from deploy.runners import load_runner, warm_up
@@ -341,9 +342,22 @@ def test_auto_takes_the_head_that_comes_with_the_model(
     write_head(tmp_path / "this", "eagle", tiny_model)
     by_head = choose_drafter(config(tiny_model), tiny_model)
     plans = [by_look_up, still_by_look_up, by_head]
-    assert [plan and plan.kind for plan in plans] == ["ngram", "ngram", "eagle"]
+    assert [plan and plan.kind for plan in plans] == ["ngram", "ngram", "eagle+ngram"]
     with pytest.raises(ValueError, match=r"--draft-model goes with .*, not auto"):
         choose_drafter(config(tiny_model, draft_model=tmp_path / "this"), tiny_model)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_look_up_may_go_before_another_drafter(tiny_model: Path, tmp_path: Path, kind: str) -> None:
+    head = write_head(tmp_path, kind, tiny_model)
+    runners = [
+        load_runner(config(tiny_model, num_blocks=100, drafter=drafter, draft_model=head), tiny_model)
+        for drafter in (kind, f"{kind}+ngram")
+    ]
+    assert [isinstance(runner._drafter, LookupFirst) for runner in runners] == [False, True]  # type: ignore[attr-defined]
+    alone, behind_lookup = (runner.layout for runner in runners)
+    assert alone == behind_lookup  # they exchange KV
+    warm_up(runners[1], 100)
 
 
 @pytest.mark.parametrize(
