@@ -20,8 +20,9 @@ Call = Callable[[Sequence[int]], None]
 def mark_failing(what: str, call: Call, states: Sequence[DraftingState]) -> int:
     """`call` for all sequences, none of which has failed; marks those for which it raises even alone.
 
-    If it raises for the batch only, as for want of memory, all are marked: it would raise again. Where it raised, the
-    states are as they were. Returns how many sequences are marked, those by `call` itself among them.
+    If it raises for the batch only, as for want of memory, all are marked: it would raise again (if one of them failed
+    by itself as well, in the next step). Where it raised, the states are as they were. Returns how many sequences are
+    marked, those by `call` itself among them.
     """
     before = [_Kept(state) for state in states]
     error = _try(call, before, range(len(states)))

@@ -36,7 +36,7 @@ OWN_PROMPT_TOP_P = 0.9
 
 
 class NoPrompts(ValueError):
-    """A file holds no prompts in a form that is known; the message says which are."""
+    """There is nothing to answer: the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,13 @@ def write_prompts(
     """Lets the model write about `count` prompts, each once, in the form that `read_prompts` reads.
 
     Those that it does not end, or ends at once, are thrown away. If `path` is there already nothing is done.
+
+    Raises:
+        NoPrompts: none is left, or the chat template does not render messages as they are.
     """
     if path.exists():
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     prompts: dict[str, None] = {}
     begun = start_of_user_turn(tokenizer)
     asked = [(begun, _sampling_of_prompt(index, tokenizer)) for index in range(count)]
@@ -102,18 +106,19 @@ def write_prompts(
             prompts[tokenizer.decode(written)] = None
 
     asyncio.run(answer(runner, asked, ended))
+    if not prompts:
+        raise NoPrompts(f"none of {count} beginnings of a user's turn became a prompt")
     partial = path.with_suffix(".part")
     partial.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
     partial.replace(path)
 
 
 def start_of_user_turn(tokenizer: Tokenizer) -> list[int]:
-    """A conversation up to where the user's first message begins.
-
-    Raises ValueError if the chat template does not render messages as they are.
-    """
+    """A conversation up to where the user's first message begins. Raises NoPrompts, see `write_prompts`."""
     marker = "(the message)"
     rendered = tokenizer.render_chat([ChatMessage("user", marker)])
+    if marker not in rendered:
+        raise NoPrompts("the chat template does not render messages as they are, so the model cannot write prompts")
     return tokenizer.encode(rendered[: rendered.index(marker)])
 
 

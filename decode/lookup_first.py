@@ -56,6 +56,7 @@ class LookupFirst:
         return _is_trusted(self._lookup.outlook(_state(chunk.drafting).lookup, chunk.history))
 
     def observe(self, observed: Sequence[Observed], output: ForwardOutput) -> None:
+        self._lookup.observe([replace(seen, chunk=_for_lookup(seen.chunk)) for seen in observed], output)
         self._other.observe([replace(seen, chunk=_for_other(seen.chunk)) for seen in observed], output)
 
     def export(self, drafting: DraftingState) -> Tensor | None:

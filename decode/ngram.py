@@ -21,7 +21,8 @@ from model.transformer import ForwardOutput
 
 LONGEST, SHORTEST = 4, 2  # tokens of an n-gram: one alone is followed by anything
 GRADES_FROM = (4, 7, 10)  # tokens that the text repeats already: the more they are, the likelier it goes on to
-INDEXED_AT_ONCE = 4096  # tokens: a long prompt must not hold the event loop up, so several steps share it
+INDEXED_AT_ONCE = 4096  # tokens of a sequence: several steps share a longer prompt
+INDEXED_AT_A_QUESTION = 256  # which is asked of all sequences on the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class NgramIndex:
     num_tokens: int = 0
     followers: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """`token_ids` are all tokens so far. Of many new ones the first are taken, the others by later calls."""
-        end = min(len(token_ids), self.num_tokens + INDEXED_AT_ONCE)
+    def extend(self, token_ids: Sequence[int], most: int = INDEXED_AT_ONCE) -> None:
+        """`token_ids` are all tokens so far. Of new ones the first `most` are taken, the others by later calls."""
+        end = max(self.num_tokens, min(len(token_ids), self.num_tokens + most))
         for position in range(max(self.num_tokens, SHORTEST), end):
             for length in range(SHORTEST, min(LONGEST, position) + 1):
                 self.followers[tuple(token_ids[position - length : position])] = position
@@ -83,17 +84,23 @@ class NgramDrafter:
     taps = ()
 
     def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
-        match = _index(drafting, token_ids).match(token_ids)
+        index = _index(drafting)
+        index.extend(token_ids, INDEXED_AT_A_QUESTION)
+        match = index.match(token_ids)
         return NOTHING if match is None else _OUTLOOKS[match.grade]
 
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:
-        return [
-            Draft(_index(chunk.drafting, chunk.history).continuation(chunk.history, chunk.num_draft_tokens))
-            for chunk in chunks
-        ]
+        return [self._draft(chunk) for chunk in chunks]
+
+    def _draft(self, chunk: Chunk) -> Draft:
+        index = _index(chunk.drafting)
+        index.extend(chunk.history, INDEXED_AT_A_QUESTION)
+        return Draft(index.continuation(chunk.history, chunk.num_draft_tokens))
 
     def observe(self, observed: Sequence[Observed], output: ForwardOutput) -> None:
-        """Nothing to keep: the index is brought up to date when it is asked."""
+        """Indexes what is new, but for the last tokens: those when it is asked."""
+        for seen in observed:
+            _index(seen.chunk.drafting).extend(seen.chunk.history)
 
     def export(self, drafting: DraftingState) -> Tensor | None:
         return None
@@ -102,11 +109,9 @@ class NgramDrafter:
         raise ValueError("prompt look-up hands nothing over")
 
 
-def _index(drafting: DraftingState, token_ids: Sequence[int]) -> NgramIndex:
-    """Of a sequence with these tokens, brought up to date."""
+def _index(drafting: DraftingState) -> NgramIndex:
+    if drafting.value is None:
+        drafting.value = NgramIndex()
     index = drafting.value
-    if index is None:
-        index = drafting.value = NgramIndex()
     assert isinstance(index, NgramIndex)
-    index.extend(token_ids)
     return index

@@ -107,8 +107,13 @@ class SpeculativeRunner:
         )
 
     def export_drafting(self, drafting: DraftingState) -> bytes:
-        state = None if drafting.failed else self._drafter.export(drafting)
-        return b"" if state is None else save({_STATE: state.contiguous().cpu()})
+        """Empty where there is nothing or it cannot be had: whoever takes the sequence over goes on without drafts."""
+        try:
+            state = None if drafting.failed else self._drafter.export(drafting)
+            return b"" if state is None else save({_STATE: state.contiguous().cpu()})
+        except Exception:
+            logger.exception("what the drafter knows of a sequence cannot be handed over; it goes on without drafts")
+            return b""
 
     def restore_drafting(self, drafting: DraftingState, num_computed_tokens: int, state: bytes) -> None:
         if not state:

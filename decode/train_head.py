@@ -260,6 +260,8 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
     parser.add_argument("--passes", type=int, default=3, help="positions an EAGLE head is trained to draft")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
     given = parser.parse_args(arguments)
+    if given.answers < 1 or given.own_prompts < 0:
+        parser.error("--answers must be at least 1, --own-prompts at least 0")
     options = TrainingOptions(given.steps, given.tokens_per_step, given.learning_rate)
     job = Job(
         given.kind,

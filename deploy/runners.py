@@ -33,8 +33,8 @@ def max_context_tokens(config: WorkerConfig, folder: Path) -> int:
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Runs a prompt, a decode step and one with a draft over blocks that nobody has yet: weights are read in, threads
-    and buffers made.
+    """Runs a prompt, a decode step and one with a draft (but for prompt look-up, which has none) over blocks that
+    nobody has yet: weights are read in, threads and buffers made.
 
     Without it the first request would pay for that, seconds where the weights are not in memory.
     """

@@ -78,6 +78,8 @@ def test_dense_b1_is_eagle_on_the_dense_model_at_batch_1() -> None:
         cell("mt_bench", {1: 1.5}, 1.5),
     ]
     assert summary(cells)["dense_b1"] == {"humaneval": 1.95, "mt_bench": 1.5}
+    cells.append(cell("mt_bench", {1: 1.4}, 1.4, drafter="eagle+ngram"))  # which a worker takes by itself
+    assert summary(cells)["dense_b1"] == {"humaneval": 1.95, "mt_bench": 1.4}
 
 
 def test_no_drafting_is_one_of_the_fixed_lengths() -> None:

@@ -217,6 +217,20 @@ def test_states_that_no_such_drafter_wrote_are_refused(
     assert heir.value is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_cannot_be_had_is_none(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sequence goes on without drafts where it arrives: a request does not die of its drafter."""
+
+    def broken(drafting: DraftingState) -> Tensor:
+        raise MemoryError
+
+    runner = load(folder, kind)
+    state = prefill(runner)[0]
+    assert runner.export_drafting(state)
+    monkeypatch.setattr(runner._drafter, "export", broken)
+    assert runner.export_drafting(state) == b""
+
+
 def test_states_that_reach_into_full_blocks_are_refused(folder: Path) -> None:
     """Those may be other sequences', too: their draft KV is there, and is not written again."""
     eagle, model = load(folder, "eagle"), load(folder, "model")

@@ -314,7 +314,7 @@ def test_a_chat_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
     folder = build_tiny_moe(tmp_path)
     tokenizer, runner = Tokenizer.load(folder), TorchRunner.load(folder, num_blocks=800)
     assert tokenizer.decode(start_of_user_turn(tokenizer)) == "<|user|>"
-    path, told = tmp_path / "own.jsonl", list[int]()
+    path, told = tmp_path / "new" / "own.jsonl", list[int]()
     write_prompts(runner, tokenizer, path, count=40, progress=told.append)
     assert told == list(range(1, 41))
     prompts = read_prompts(path)
@@ -323,6 +323,9 @@ def test_a_chat_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
     content = path.read_bytes()
     write_prompts(runner, tokenizer, path, count=40, progress=told.append)  # they are there already
     assert path.read_bytes() == content and len(told) == 40
+    with pytest.raises(NoPrompts, match="none of 0 beginnings"):
+        write_prompts(runner, tokenizer, tmp_path / "none.jsonl", count=0, progress=told.append)
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_draft_vocabulary_takes_what_the_target_says_most() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import pytest
 
-from decode.ngram import GRADES_FROM, INDEXED_AT_ONCE, NgramDrafter, NgramIndex
+from decode.drafter import Observed
+from decode.ngram import GRADES_FROM, INDEXED_AT_A_QUESTION, INDEXED_AT_ONCE, NgramDrafter, NgramIndex
 from decode.outlook import NOTHING, NUM_GRADES
 from model.runner import Chunk, DraftingState
 from model.sampling_params import SamplingParams
+from model.transformer import ForwardOutput
 
 
 def chunk(token_ids: list[int], drafting: DraftingState, num_drafts: int = 3) -> Chunk:
@@ -78,3 +81,15 @@ def test_a_long_prompt_is_indexed_bit_by_bit() -> None:
         index.extend(token_ids)
         found.append(index.match(token_ids) is not None)
     assert found == [False, False, True, True]
+
+
+def test_large_parts_are_indexed_in_steps_and_small_ones_when_asked() -> None:
+    """A question is asked on the event loop, of all sequences."""
+    token_ids = [*range(INDEXED_AT_ONCE + INDEXED_AT_A_QUESTION + 100), 0, 1]
+    drafting, drafter = DraftingState(), NgramDrafter()
+    assert drafter.outlook(drafting, token_ids) != NOTHING  # 0 and 1 are among the first
+    assert drafting.value.num_tokens == INDEXED_AT_A_QUESTION
+    drafter.observe([Observed(chunk([], drafting, 0), range(1), None, ())], cast(ForwardOutput, None))  # of a prompt
+    assert drafting.value.num_tokens == INDEXED_AT_A_QUESTION
+    drafter.observe([Observed(chunk(token_ids, drafting, 0), range(1), 0, (7,))], cast(ForwardOutput, None))
+    assert drafting.value.num_tokens == INDEXED_AT_A_QUESTION + INDEXED_AT_ONCE
