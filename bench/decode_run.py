@@ -14,7 +14,7 @@ from decode.acceptance import DraftOutcome
 from decode.decoding import DecodeSequence
 from decode.draft_planner import DraftPlanner
 from decode.outbox import Outbox
-from decode.outlook import OutlookOf
+from decode.outlook import NOTHING, Outlook, OutlookOf
 from decode.scheduler import DecodeScheduler
 from model.block_pool import BlockPool
 from model.runner import Chunk, ModelRunner, SampledToken, StepOutput, VerifiedDraft
@@ -44,8 +44,9 @@ class DecodeStep:
         return self.num_sequences + sum(draft.num_drafted for draft in self.drafts)
 
     @property
-    def longest_draft(self) -> int:
-        return max((draft.num_asked for draft in self.drafts), default=0)
+    def num_drafting_steps(self) -> int:
+        """Of the drafter, one behind the other; none for a look-up."""
+        return max((draft.num_asked for draft in self.drafts if not draft.is_free), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class DecodeRun:
         chunks = [scheduled.chunk for scheduled in self._scheduler.schedule(MAX_STEP_TOKENS)]
         scheduled_s = time.perf_counter() - begin
         lengths = [len(chunk.history) for chunk in chunks]
-        grades = [self._grade(chunk) for chunk in chunks]  # not timed: the planner has asked the same before
+        outlooks = [self._offered(chunk) for chunk in chunks]  # not timed: the planner has asked the same before
         begin = time.perf_counter()
         output = self._runner.execute(chunks)
         self._scheduler.complete(output.sampled, output)
@@ -192,16 +193,16 @@ class DecodeRun:
             num_sequences=len(chunks),
             num_tokens=sum(emitted),
             num_context_tokens=sum(lengths),
-            drafts=_drafts(chunks, output, emitted, grades),
+            drafts=_drafts(chunks, output, emitted, outlooks),
             num_distinct_experts=_distinct_experts(output),
         )
         self._collect()
         return step
 
-    def _grade(self, chunk: Chunk) -> int:
+    def _offered(self, chunk: Chunk) -> Outlook:
         if self._outlook is None or not chunk.num_draft_tokens:
-            return 0
-        return self._outlook(chunk.drafting, chunk.history).grade
+            return NOTHING
+        return self._outlook(chunk.drafting, chunk.history)
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         """What would make figures of something else than a full batch that decodes."""
@@ -223,13 +224,21 @@ def _output(decoding: DecodeSequence) -> tuple[int, ...]:
 
 
 def _drafts(
-    chunks: Sequence[Chunk], output: StepOutput, emitted: Sequence[int], grades: Sequence[int]
+    chunks: Sequence[Chunk], output: StepOutput, emitted: Sequence[int], outlooks: Sequence[Outlook]
 ) -> tuple[DraftOutcome, ...]:
     drafts = []
-    for index, (chunk, outcome, count, grade) in enumerate(zip(chunks, output.sampled, emitted, grades, strict=True)):
+    for index, (chunk, outcome, count, outlook) in enumerate(
+        zip(chunks, output.sampled, emitted, outlooks, strict=True)
+    ):
         if chunk.num_draft_tokens:
             num_drafted = outcome.num_drafted if isinstance(outcome, VerifiedDraft) else 0
-            drafts.append(DraftOutcome(str(index), chunk.num_draft_tokens, num_drafted, count - 1, grade))
+            nodes = outcome.nodes if isinstance(outcome, VerifiedDraft) else None
+            kept = None if nodes is None else nodes[: count - 1]
+            drafts.append(
+                DraftOutcome(
+                    str(index), chunk.num_draft_tokens, num_drafted, count - 1, outlook.grade, kept, outlook.is_free
+                )
+            )
     return tuple(drafts)
 
 

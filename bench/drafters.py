@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from decode.draft import DraftShape
 from decode.draft_head import DraftHead, shipped_head
 from decode.draft_model import DraftModelDrafter, check_shape
 from decode.drafter import Drafter
@@ -29,7 +30,9 @@ class NoSuchDrafter(ValueError):
     """This model has no drafter of that kind; says why."""
 
 
-def plan_drafter(kind: str, model: str, folder: Path, heads: Mapping[str, Path], max_context: int) -> DrafterPlan:
+def plan_drafter(
+    kind: str, model: str, folder: Path, heads: Mapping[str, Path], max_context: int, shape: DraftShape
+) -> DrafterPlan:
     """`heads`: folders of draft heads by kind, instead of those that come with pdserve.
 
     Raises:
@@ -38,20 +41,25 @@ def plan_drafter(kind: str, model: str, folder: Path, heads: Mapping[str, Path],
     if kind == "ngram":
         return DrafterPlan(kind, "", 0, lambda target, method: NgramDrafter())
     if kind.endswith(LOOKUP):
-        return with_lookup(plan_drafter(kind.removesuffix(LOOKUP), model, folder, heads, max_context))
+        return with_lookup(plan_drafter(kind.removesuffix(LOOKUP), model, folder, heads, max_context, shape))
     if kind == "model":
         return _draft_model(model, folder, max_context)
-    return _draft_head(kind, folder, heads.get(kind))
+    return _draft_head(kind, folder, heads.get(kind), shape)
 
 
-def _draft_head(kind: str, folder: Path, given: Path | None) -> DrafterPlan:
+def _draft_head(kind: str, folder: Path, given: Path | None, shape: DraftShape) -> DrafterPlan:
     digest = model_digest(folder)
     where = given or shipped_head(kind, digest)
     if where is None:
         raise NoSuchDrafter(f"no {kind} head for it comes with pdserve; --head names the folder of another")
     head = DraftHead.load(where, kind, ModelConfig.from_folder(folder), digest)
-    make = EagleDrafter if kind == "eagle" else MedusaDrafter
-    return DrafterPlan(kind, head.name, make.num_layers, lambda target, method: make(target, head, method))
+    if kind == "medusa":
+        return DrafterPlan(
+            kind, head.name, MedusaDrafter.num_layers, lambda target, method: MedusaDrafter(target, head, method)
+        )
+    return DrafterPlan(
+        kind, head.name, EagleDrafter.num_layers, lambda target, method: EagleDrafter(target, head, method, shape)
+    )
 
 
 def _draft_model(model: str, folder: Path, max_context: int) -> DrafterPlan:

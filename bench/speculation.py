@@ -30,6 +30,7 @@ from bench.speculation_report import (
     target_table,
 )
 from decode.coverage import ExpertCoverage, Routing
+from decode.draft import DraftShape
 from decode.draft_head import HeadCard
 from decode.draft_planner import AdaptiveDrafts
 from decode.draft_policy import DraftPolicy
@@ -61,6 +62,7 @@ class Grid:
     max_tokens: int
     effort: Effort
     heads: Mapping[str, Path]
+    shape: DraftShape
 
 
 class Bench:
@@ -99,7 +101,11 @@ class Bench:
         plans = []
         for kind in self._grid.drafters:
             try:
-                plans.append(plan_drafter(kind, MODELS.get(model, ""), folder, self._grid.heads, self.max_context))
+                plans.append(
+                    plan_drafter(
+                        kind, MODELS.get(model, ""), folder, self._grid.heads, self.max_context, self._grid.shape
+                    )
+                )
             except ValueError as error:
                 self._console.print(f"{model}, {kind}: left out, {error}", highlight=False)
         return plans
@@ -175,7 +181,16 @@ def main() -> None:
     effort = Effort(arguments.seconds)
     if quick:
         effort = Effort(0.0, least_rounds=2, warm_up_tokens=24)
-    grid = Grid(arguments.batches, sets, arguments.drafters, arguments.lengths, arguments.max_tokens, effort, heads)
+    grid = Grid(
+        arguments.batches,
+        sets,
+        arguments.drafters,
+        arguments.lengths,
+        arguments.max_tokens,
+        effort,
+        heads,
+        arguments.draft_shape,
+    )
     ends_at = started + QUICK_SECONDS - LEAVING_SECONDS if quick else None
     bench = Bench(grid, progress, ends_at)
     folders = {Path(name).name: _folder(name) for name in arguments.models}
@@ -207,6 +222,7 @@ def _arguments() -> argparse.Namespace:
     add("--drafters", type=_names, help=f"of none (always measured), {', '.join(DRAFTERS)} (default: all there are)")
     add("--lengths", type=_numbers, help=f"K, 1 to {LONGEST_DRAFT} (default: all of them); adaptive comes with them")
     add("--head", type=Path, action="append", default=[], metavar="DIR", help="a draft head instead of the shipped one")
+    add("--draft-shape", type=DraftShape, choices=list(DraftShape), default=DraftShape.TREE, help="of an EAGLE head")
     add("--max-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
     add("--seconds", type=float, default=FULL_CELL_SECONDS, help="of a cell, about (default: %(default)s)")
     arguments = parser.parse_args()

@@ -23,14 +23,18 @@ STALL = 4.0  # a step that took more than so many medians was held up by somethi
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """By position: chance that a draft stands if all before it stand, None where none got so far, and the same by the
-    drafter's grade; in which share of their steps sequences had drafts."""
+    drafter's grade; in which share of their steps sequences had drafts. Of a tree, a position is a node's place, the
+    best first, and its chance does not depend on what became of others."""
 
     rates: tuple[float | None, ...]
     rates_by_grade: tuple[tuple[float | None, ...], ...]
     offered: float
+    tree_grades: frozenset[int] = frozenset()
 
     def expected(self, num_drafts: int, grade: int) -> float:
         """E of a sequence in a step that verifies so many of its drafts: what the formula says."""
+        if grade in self.tree_grades:
+            return 1.0 + sum(rate or 0.0 for rate in self.rates_by_grade[grade][:num_drafts])
         total = survival = 1.0
         for rate in self.rates_by_grade[grade][:num_drafts]:
             survival *= rate or 0.0
@@ -84,15 +88,15 @@ def tokens_per_second(steps: Sequence[DecodeStep]) -> float:
 def acceptance_of(steps: Sequence[DecodeStep], longest: int) -> Acceptance:
     counts = np.zeros((2, NUM_GRADES, longest))  # looked at, stood
     positions = np.arange(longest)
-    for step in steps:
-        for draft in step.drafts:
-            num_looked = min(draft.num_accepted + 1, draft.num_drafted)
-            counts[:, draft.grade] += positions < np.array([[num_looked], [draft.num_accepted]])
-    num_drafts = sum(len(step.drafts) for step in steps)
+    drafts = [draft for step in steps for draft in step.drafts]
+    for draft in drafts:
+        stood = positions < draft.num_accepted if draft.nodes is None else np.isin(positions, draft.nodes)
+        counts[:, draft.grade] += np.stack((positions < draft.num_looked_at, stood))
     return Acceptance(
         _ratios(counts.sum(axis=1)),
         tuple(_ratios(counts[:, grade]) for grade in range(NUM_GRADES)),
-        num_drafts / sum(step.num_sequences for step in steps),
+        len(drafts) / sum(step.num_sequences for step in steps),
+        frozenset(draft.grade for draft in drafts if draft.nodes is not None),
     )
 
 
@@ -102,9 +106,9 @@ def _ratios(counts: NDArray[np.float64]) -> tuple[float | None, ...]:
 
 
 def draft_cost(steps: Iterable[DecodeStep], plain_step_s: float) -> float:
-    """c: a draft of every sequence that drafts, in plain steps."""
-    drafting = [step for step in steps if step.longest_draft]
-    num_drafts = sum(step.longest_draft for step in drafting)
+    """c: a draft of every sequence that drafts, in plain steps; 0 where all are looked up."""
+    drafting = [step for step in steps if step.num_drafting_steps]
+    num_drafts = sum(step.num_drafting_steps for step in drafting)
     return sum(step.draft_s for step in drafting) / num_drafts / plain_step_s if num_drafts else 0.0
 
 
@@ -166,9 +170,9 @@ def predicted_speedups(
 
 
 def _shape(step: DecodeStep) -> StepShape:
-    num_asked = sum(draft.num_asked for draft in step.drafts)
+    num_made = sum(draft.num_asked for draft in step.drafts if not draft.is_free)
     num_drafted = step.num_rows - step.num_sequences
-    return StepShape(step.num_sequences, step.num_context_tokens, num_drafted, num_asked, step.longest_draft)
+    return StepShape(step.num_sequences, step.num_context_tokens, num_drafted, num_made, step.num_drafting_steps)
 
 
 def _interleaved(runs: Sequence[Sequence[DecodeStep]]) -> list[DecodeStep]:

@@ -1,11 +1,15 @@
 """How likely a draft stands: by sequence, grade and position, given that all before it stand. Old steps fade.
 
+In a tree, whose best nodes come first, a position is a node's place in that order, and its chance that of the node to
+be on the path that stands, whatever became of others.
+
 A sequence about which little is known is taken to be like all others of this drafter, in drafts of the same grade; its
 own history pulls it away. Letters: S slots, B sequences of a step, G grades (see `decode.outlook`), K positions.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +28,7 @@ _PRIOR_COUNT = 12.0  # drafts of its own after which a sequence counts as much a
 _LEAST_PRIOR_COUNT = 4.0  # the same, where there are no others
 _RATIO_COUNT = 4.0  # drafts that would stand by others', after which a sequence is taken to differ from them
 _NEIGHBOUR_COUNT = 2.0  # of a position: what the position before it says
+_NODE_FADE = 0.7  # of a node about which little is known, to the one before it
 _HIGHEST = 0.99
 _HOPE = 2.0  # standard errors
 _FIRST_SLOTS = 32
@@ -31,24 +36,46 @@ _FIRST_SLOTS = 32
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """What became of one sequence's draft in one step: 0 <= accepted <= drafted <= asked."""
+    """What became of one sequence's draft in one step: 0 <= accepted <= drafted <= asked.
+
+    `nodes`: which ones were accepted, if it was a tree. All drafts of a grade are trees, or none is. `is_free`: see
+    `Outlook`.
+    """
 
     sequence_id: str
     num_asked: int
     num_drafted: int
     num_accepted: int
     grade: int = 0
+    nodes: tuple[int, ...] | None = None
+    is_free: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_accepted <= self.num_drafted <= self.num_asked:
             raise ValueError(
                 f"accepted {self.num_accepted} of {self.num_drafted} drafted tokens, where {self.num_asked} were asked"
             )
+        if self.nodes is not None and not self._are_nodes(self.nodes):
+            raise ValueError(
+                f"accepted {self.num_accepted} of {self.num_drafted} drafted tokens, the nodes {self.nodes}"
+            )
+
+    def _are_nodes(self, nodes: tuple[int, ...]) -> bool:
+        return (
+            len(nodes) == self.num_accepted
+            and all(0 <= node < self.num_drafted for node in nodes)
+            and all(node < following for node, following in itertools.pairwise(nodes))
+        )
+
+    @property
+    def num_looked_at(self) -> int:
+        """Drafts whose chance this says something of."""
+        return self.num_drafted if self.nodes is not None else min(self.num_accepted + 1, self.num_drafted)
 
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """`survival[i, j]`: that drafts 0 to j of sequence i stand; `hopeful[i, j]`: the most that this may be.
+    """`survival[i, j]`: that draft j of sequence i stands, and so do those it is behind; `hopeful[i, j]`: at most.
 
     For the first draft that is two standard errors more, and for all as many times more.
     """
@@ -68,6 +95,7 @@ class AcceptanceBook:
         self._free = list(range(_FIRST_SLOTS))
         # Decayed counts, [2, ...]: drafts looked at (all before them stood), and those of them that stood.
         self._counts = np.zeros((2, _FIRST_SLOTS, NUM_GRADES, longest_draft))  # of each sequence
+        self._is_tree = np.zeros(NUM_GRADES, dtype=np.bool_)
         self._pool = np.zeros((2, NUM_GRADES, longest_draft))  # of all that there ever were
         self._shares = np.zeros_like(self._counts)  # of the pool, each sequence's own: it is no evidence about itself
 
@@ -76,7 +104,7 @@ class AcceptanceBook:
         """Chance of each position, [K], given that all before it stood: the average over the pool."""
         looked = self._pool[0]
         weights = looked + 1e-3 * looked[:, :1]  # what a grade has seen says most; where none has, how common it is
-        rates = _rates(self._pool)
+        rates = self._rates(self._pool)
         if not weights.any():
             return np.asarray(rates[0])
         return np.asarray((weights * rates).sum(axis=0) / weights.sum(axis=0))
@@ -89,7 +117,7 @@ class AcceptanceBook:
         slots, every = [self._slots[name] for name in sequence_ids], range(len(sequence_ids))
         counts = self._counts[:, slots]  # [2, B, G, K]
         others = np.maximum(self._pool[:, None] - self._shares[:, slots], 0.0)
-        pool_rates = _rates(others)  # [B, G, K]
+        pool_rates = self._rates(others)  # [B, G, K]
         expected = (counts[0] * pool_rates).sum(axis=(1, 2))
         ratios = (counts[1].sum(axis=(1, 2)) + _RATIO_COUNT) / (expected + _RATIO_COUNT)  # one for all of a sequence
         looked, stood = counts[:, every, grades]  # [B, K] each
@@ -99,7 +127,8 @@ class AcceptanceBook:
         rates = (stood + prior_counts * priors) / (looked + prior_counts)
         evidence = 1.0 + looked[:, 0] + known
         doubt = np.sqrt((1.0 - rates[:, 0]) / rates[:, 0] / evidence)  # relative
-        survival: Floats = np.cumprod(rates, axis=1)
+        is_tree = self._is_tree[list(grades), None]
+        survival: Floats = np.where(is_tree, np.minimum.accumulate(rates, axis=1), np.cumprod(rates, axis=1))
         most = np.minimum(1.0 + _HOPE * doubt, _HIGHEST / rates[:, 0])
         return Chances(survival, survival * most[:, None])
 
@@ -108,8 +137,12 @@ class AcceptanceBook:
         outcomes = [outcome for outcome in outcomes if outcome.num_asked > 0]
         if not outcomes:
             return
-        ends = np.array([(min(o.num_accepted + 1, o.num_drafted), o.num_accepted) for o in outcomes]).T
+        ends = np.array([(outcome.num_looked_at, outcome.num_accepted) for outcome in outcomes]).T
         new = (self._positions < ends[:, :, None]).astype(np.float64)  # [2, B, K]
+        for index, outcome in enumerate(outcomes):
+            if outcome.nodes is not None:
+                self._is_tree[outcome.grade] = True
+                new[1, index] = np.isin(self._positions, outcome.nodes)
         seen = new[0] > 0.0
         grades = np.array([outcome.grade for outcome in outcomes])
         for grade in set(grades.tolist()):
@@ -131,6 +164,20 @@ class AcceptanceBook:
                 self._counts[:, slot] = self._shares[:, slot] = 0.0
                 self._free.append(slot)
 
+    def _rates(self, counts: Floats) -> Floats:
+        """Chances of each position, [..., G, K], from counts [2, ..., G, K].
+
+        Where little was seen a position is like the one before it.
+        """
+        weights = counts[0] + _NEIGHBOUR_COUNT
+        rates: Floats = counts[1] / weights
+        inherited = _NEIGHBOUR_COUNT / weights
+        before: float | Floats = _FIRST_ACCEPTANCE
+        for position in range(rates.shape[-1]):
+            rates[..., position] += inherited[..., position] * before
+            before = rates[..., position] * np.where(self._is_tree, _NODE_FADE, 1.0)
+        return rates
+
     def _add(self, sequence_id: str) -> None:
         if not self._free:
             num_slots = self._counts.shape[1]
@@ -138,18 +185,3 @@ class AcceptanceBook:
             self._shares = np.concatenate([self._shares, np.zeros_like(self._shares)], axis=1)
             self._free = list(range(num_slots, 2 * num_slots))
         self._slots[sequence_id] = self._free.pop()
-
-
-def _rates(counts: Floats) -> Floats:
-    """Chances of each position given that all before it stood, [..., K], from counts [2, ..., K].
-
-    Where little was seen a position is like the one before it.
-    """
-    weights = counts[0] + _NEIGHBOUR_COUNT
-    rates: Floats = counts[1] / weights
-    inherited = _NEIGHBOUR_COUNT / weights
-    before: float | Floats = _FIRST_ACCEPTANCE
-    for position in range(rates.shape[-1]):
-        rates[..., position] += inherited[..., position] * before
-        before = rates[..., position]
-    return rates

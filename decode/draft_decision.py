@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from decode.acceptance import DraftOutcome
 from decode.outlook import ANYTHING, Outlook
+from decode.step_time import StepShape
 
 
 class DraftReason(enum.StrEnum):
@@ -62,6 +63,13 @@ class StepOutcome:
     verify_s: float
     draft_s: float
     num_distinct_experts: float | None = None
+
+    @property
+    def shape(self) -> StepShape:
+        """What the step's time is learnt by: what a free draft takes is its verification alone."""
+        asked = [draft.num_asked for draft in self.drafts if not draft.is_free]
+        num_drafted = sum(draft.num_drafted for draft in self.drafts)
+        return StepShape(self.num_sequences, self.num_context_tokens, num_drafted, sum(asked), max(asked, default=0))
 
 
 def most_useful_drafts(

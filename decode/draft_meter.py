@@ -42,8 +42,7 @@ class DraftMeter:
 
     def observe(self, decision: DraftDecision, step: StepOutcome, forecast_experts: float) -> None:
         """`forecast_experts`: distinct ones per layer; 0 where the model has none."""
-        longest = max((draft.num_asked for draft in step.drafts), default=0)
-        if not longest or step.verify_s <= 0.0 or not math.isfinite(decision.expected_s):
+        if not step.drafts or step.verify_s <= 0.0 or not math.isfinite(decision.expected_s):
             return
         verify_s = decision.expected_s - decision.expected_draft_s
         self.forecast.add(decision.num_expected_tokens, verify_s, decision.expected_draft_s, forecast_experts)
@@ -52,7 +51,7 @@ class DraftMeter:
         self._num_steps = _MEMORY * self._num_steps + 1.0
         self._num_sequences = _MEMORY * self._num_sequences + step.num_sequences
         self._plain_s = _MEMORY * self._plain_s + decision.plain_s
-        self._drafts_s = _MEMORY * self._drafts_s + longest * decision.plain_s
+        self._drafts_s = _MEMORY * self._drafts_s + step.shape.longest_draft * decision.plain_s
 
     def tokens_per_step(self, sums: Sums) -> float:
         """Of one sequence: E of the literature."""

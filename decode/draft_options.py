@@ -1,9 +1,9 @@
 """What a step could draft, and what each way would bring: expected tokens over predicted time.
 
-For each longest draft (the cap) the most likely drafts come first. A draft is never likelier than the one before it in
-its sequence, so that each prefix of that list is possible, and it is the best choice of its size; time depends on size
-and cap only. So the best prefix over all caps is the best of all choices, as far as forecasts go.
-Letters: B sequences, K positions, C caps 0 to K, M drafts that are possible.
+For each number of steps that the drafter may take (the cap; free drafts take none) the most likely drafts come first. A
+draft is never likelier than the one before it in its sequence, so that each prefix of that list is possible, and it is
+the best choice of its size; time depends on size and cap only. So the best prefix over all caps is the best of all
+choices, as far as forecasts go. Letters: B sequences, K positions, C caps 0 to K, M drafts that are possible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DraftOptions:
     rates: Floats  # tokens per second
     num_drafts: NDArray[np.intp]  # an index into the forecast
     _owners: NDArray[np.intp]  # [M], sequence of each draft
-    _positions: NDArray[np.intp]  # [M], from 1
+    _steps: NDArray[np.intp]  # [M], of the drafter, to have it
     _num_sequences: int
 
     @property
@@ -44,13 +44,16 @@ class DraftOptions:
     def draft_lengths(self, choice: Choice) -> list[int]:
         """Drafts per sequence, [B]."""
         cap, prefix = choice
-        owners = self._owners[:prefix][self._positions[:prefix] <= cap]
+        owners = self._owners[:prefix][self._steps[:prefix] <= cap]
         lengths: list[int] = np.bincount(owners, minlength=self._num_sequences).tolist()
         return lengths
 
 
-def weigh(survival: Floats, limits: Sequence[int], num_spare_tokens: int, forecast: StepForecast) -> DraftOptions:
-    """`survival[i, j]`: that drafts 0 to j of sequence i stand, [B, K]. `limits`: drafts each sequence may have, [B].
+def weigh(
+    survival: Floats, limits: Sequence[int], are_free: Sequence[bool], num_spare_tokens: int, forecast: StepForecast
+) -> DraftOptions:
+    """`survival[i, j]`: that draft j of sequence i stands, with those it is behind, [B, K], falling along K. `limits`:
+    drafts each sequence may have, `are_free`: whose take the drafter no time, [B] each.
 
     `forecast` must reach as far as they do, together and at most.
     """
@@ -59,17 +62,21 @@ def weigh(survival: Floats, limits: Sequence[int], num_spare_tokens: int, foreca
     owners, positions = np.nonzero(possible)
     likely = survival[possible]
     order = np.argsort(-likely, kind="stable")  # of equals, the one before comes first
-    owners, positions = owners[order], positions[order] + 1
-    caps = np.arange(max(limits, default=0) + 1)
+    owners, positions = owners[order], positions[order]
+    is_free = np.array(are_free, dtype=np.bool_)[owners]
+    steps = np.where(is_free, 0, positions + 1)
+    caps = np.arange(int(steps.max(initial=0)) + 1)
     taken = np.zeros((len(caps), len(order) + 1), dtype=np.bool_)
-    taken[:, 1:] = positions <= caps[:, None]
+    taken[:, 1:] = steps <= caps[:, None]
     gains = np.zeros(len(order) + 1)
     gains[1:] = likely[order]
     num_tokens = num_sequences + np.cumsum(taken * gains, axis=1)
     num_drafts = np.cumsum(taken, axis=1, dtype=np.intp)
     seconds = forecast.verify_s[num_drafts]
-    seconds += forecast.draft_s[caps, None] + forecast.draft_token_s[caps, None] * num_drafts
+    num_made = np.zeros_like(num_drafts)
+    num_made[:, 1:] = np.cumsum(taken[:, 1:] & ~is_free, axis=1)
+    seconds += forecast.draft_s[caps, None] + forecast.draft_token_s[caps, None] * num_made
     rates = num_tokens / seconds
     if num_spare_tokens < len(order):
         rates[num_drafts > num_spare_tokens] = 0.0
-    return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, positions, num_sequences)
+    return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, steps, num_sequences)

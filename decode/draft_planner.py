@@ -13,8 +13,9 @@ from decode.decoding import DecodeSequence
 from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome, most_useful_drafts
 from decode.draft_meter import DraftMeter
 from decode.draft_policy import DraftPolicy
-from decode.outlook import NOTHING, OutlookOf
+from decode.outlook import NOTHING, Outlook, OutlookOf
 from model.runner import Outcome, StepOutput, VerifiedDraft
+from model.sequence import Sequence
 
 
 class DraftPlanner(Protocol):
@@ -89,7 +90,7 @@ class AdaptiveDrafts:
         self._outlook = outlook
         self._decision = DraftDecision((), DraftReason.NO_ROOM)
         self._asked: dict[DecodeSequence, int] = {}
-        self._grades: dict[DecodeSequence, int] = {}
+        self._outlooks: dict[DecodeSequence, Outlook] = {}
         self._num_context_tokens = 0
 
     def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
@@ -100,7 +101,7 @@ class AdaptiveDrafts:
         self._num_context_tokens = sum(each.sequence.num_tokens for each in decoding)
         self._decision = self.policy.choose(demands, self._num_context_tokens, num_tokens - len(decoding))
         self._asked = dict(zip(decoding, self._decision.draft_lengths, strict=True))
-        self._grades = {each: demand.outlook.grade for each, demand in zip(decoding, demands, strict=True)}
+        self._outlooks = {each: demand.outlook for each, demand in zip(decoding, demands, strict=True)}
         metrics.DECISIONS.labels(self._decision.reason).inc()
         return self._decision.draft_lengths
 
@@ -126,13 +127,8 @@ class AdaptiveDrafts:
 
     def _draft(self, decoding: DecodeSequence, outcome: Outcome) -> DraftOutcome | None:
         """None where none was asked for, or the drafter has failed."""
-        asked, grade = self._asked.get(decoding, 0), self._grades.get(decoding, 0)
-        if asked and isinstance(outcome, VerifiedDraft):
-            num_accepted = len(outcome.tokens) - 1
-            return DraftOutcome(decoding.sequence.sequence_id, asked, outcome.num_drafted, num_accepted, grade)
-        if asked and not decoding.sequence.drafting.failed:
-            return DraftOutcome(decoding.sequence.sequence_id, asked, 0, 0, grade)
-        return None
+        asked = self._asked.get(decoding, 0)
+        return draft_outcome(decoding.sequence, asked, self._outlooks[decoding], outcome) if asked else None
 
     def _measure(self, step: StepOutcome) -> None:
         num_drafted = sum(draft.num_drafted for draft in step.drafts)
@@ -147,6 +143,19 @@ class AdaptiveDrafts:
 
     def forget(self, decoding: DecodeSequence) -> None:
         self.policy.forget([decoding.sequence.sequence_id])
+
+
+def draft_outcome(sequence: Sequence, num_asked: int, outlook: Outlook, outcome: Outcome) -> DraftOutcome | None:
+    """What became of a draft that was asked for after this outlook. None if the drafter has failed."""
+    if isinstance(outcome, VerifiedDraft):
+        num_drafted, num_accepted, nodes = outcome.num_drafted, len(outcome.tokens) - 1, outcome.nodes
+    elif sequence.drafting.failed:
+        return None
+    else:
+        num_drafted, num_accepted, nodes = 0, 0, None
+    return DraftOutcome(
+        sequence.sequence_id, num_asked, num_drafted, num_accepted, outlook.grade, nodes, outlook.is_free
+    )
 
 
 def most_drafts(decoding: DecodeSequence, longest_draft: int, max_context_tokens: int) -> int:

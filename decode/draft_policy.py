@@ -17,7 +17,7 @@ from decode.coverage import ExpertCoverage
 from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome
 from decode.draft_options import Choice, DraftOptions, weigh
 from decode.exploration import ExplorationBudget, ProbeTimetable
-from decode.step_time import StepForecast, StepShape, StepTime
+from decode.step_time import StepForecast, StepTime
 
 _MOST_LOSS = 10.0  # of one trial, in steps: what a stalled machine lost was not lost by trying
 
@@ -60,12 +60,13 @@ class DraftPolicy:
             [demand.sequence_id for demand in demands], [demand.outlook.grade for demand in demands]
         )
         forecast = self.step_time.forecast(len(demands), num_context_tokens, sum(limits), max(limits))
-        options = weigh(chances.survival, limits, num_spare_tokens, forecast)
+        are_free = [demand.outlook.is_free for demand in demands]
+        options = weigh(chances.survival, limits, are_free, num_spare_tokens, forecast)
         best = self._best(options)
         choice, reason = self._explore(options, best, forecast)
         lengths = options.draft_lengths(choice)
         if reason is DraftReason.PLAIN_FASTEST and self._plain_at == self._step:  # a plain step between two trials
-            hopeful = weigh(chances.hopeful, limits, num_spare_tokens, forecast)
+            hopeful = weigh(chances.hopeful, limits, are_free, num_spare_tokens, forecast)
             hoped = hopeful.draft_lengths(hopeful.best)
             seconds = float(hopeful.seconds[hopeful.best])
             if any(hoped) and self._may_lose(options, best, seconds, chances.expected_tokens(hoped)):
@@ -77,7 +78,8 @@ class DraftPolicy:
             probed_ids = self._probe(demands, limits, lengths, num_spare, _draft_cost(options, best))
         if probed_ids and reason is DraftReason.PLAIN_FASTEST:
             reason = DraftReason.PROBE
-        draft_s = forecast.drafting_s(max(lengths), sum(lengths))
+        asked = [length for length, is_free in zip(lengths, are_free, strict=True) if not is_free]
+        draft_s = forecast.drafting_s(max(asked, default=0), sum(asked))
         return DraftDecision(
             tuple(lengths),
             reason,
@@ -95,18 +97,14 @@ class DraftPolicy:
         """`outcome` may differ from the decision: sequences leave, blocks run out, drafters propose less. A step that
         also ran a prefill belongs here for its drafts only: pass 0 for `verify_s`."""
         self._step += 1
-        num_drafted = sum(draft.num_drafted for draft in outcome.drafts)
-        asked = [draft.num_asked for draft in outcome.drafts]
-        shape = StepShape(
-            outcome.num_sequences, outcome.num_context_tokens, num_drafted, sum(asked), max(asked, default=0)
-        )
+        shape = outcome.shape
         if self.coverage is not None and outcome.num_distinct_experts is not None:
-            num_rows = outcome.num_sequences + num_drafted
+            num_rows = outcome.num_sequences + shape.num_draft_tokens
             self.coverage.observe(outcome.num_sequences, num_rows, outcome.num_distinct_experts)
         self.step_time.observe(shape, outcome.verify_s, outcome.draft_s)
         self.acceptance.observe(outcome.drafts)
         self._note_drafts(decision, outcome.drafts)
-        if not num_drafted and outcome.verify_s > 0:
+        if not shape.num_draft_tokens and outcome.verify_s > 0:
             self._plain_at = self._step
         self._budget.earn()
         if decision.reason in (DraftReason.TRY_SHAPE, DraftReason.TRY_PLAIN):
@@ -191,7 +189,7 @@ class DraftPolicy:
 
 def _draft_cost(options: DraftOptions, best: Choice) -> float:
     """Of one more, in tokens that the best choice emits meanwhile: the chance from which it is worth it."""
-    cap = max(best[0], 1)
+    cap = min(max(best[0], 1), len(options.seconds) - 1)
     column = min(best[1] + 1, options.seconds.shape[1] - 1)
     return max(0.0, float((options.seconds[cap, column] - options.seconds[best]) * options.rates[best]))
 

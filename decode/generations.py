@@ -1,9 +1,7 @@
-"""The text a draft head learns from: what its own target answers to a folder of prompts, and to prompts of its own.
+"""The text a draft head learns from: what its own target answers to prompts.
 
-A head has to guess what this model will say, so other people's answers would teach it the wrong thing. A chat model
-that is given only the beginning of a user's turn writes such a turn, much like those that it was tuned on ("Magpie",
-Xu et al., arXiv 2406.08464): prompts on everything it knows, where a folder of prompts covers but a few subjects.
-Answers are appended to a JSONL file as they end, and a run that was interrupted goes on where it stopped.
+A head has to guess what this model will say, so other people's answers would teach it the wrong thing. Answers are
+appended to a JSONL file as they end, and a run that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -24,15 +22,12 @@ from model.chat_template import ChatMessage
 from model.engine import Engine
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
-from model.sequence import FinishReason
 from model.sequence import Sequence as TokenSequence
 from model.tokenizer import Tokenizer
 
-MAX_RUNNING = 128
-MAX_STEP_TOKENS = 512
+MAX_RUNNING = 256  # sequences: the products of wide batches cost least per token
+MAX_STEP_TOKENS = 1024
 TEMPERATURES = (0.7, 1.0)  # of the rounds after the first, which is greedy, in turn
-OWN_PROMPT_TOKENS = range(4, 192)  # a user's turn of another length is no prompt
-OWN_PROMPT_TOP_P = 0.9
 
 
 class NoPrompts(ValueError):
@@ -76,60 +71,6 @@ def _prompts_of(path: Path) -> Iterator[str]:
                 yield "\n\n".join(filter(None, (row["instruction"], instance["input"])))
         else:
             yield from (row[field] for field in ("prompt", "question") if field in row)
-
-
-def write_prompts(
-    runner: ModelRunner, tokenizer: Tokenizer, path: Path, *, count: int, progress: Callable[[int], None]
-) -> None:
-    """Lets the model write about `count` prompts, each once, in the form that `read_prompts` reads.
-
-    Those that it does not end, or ends at once, are thrown away. If `path` is there already nothing is done.
-
-    Raises:
-        NoPrompts: none is left, or the chat template does not render messages as they are.
-    """
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prompts: dict[str, None] = {}
-    begun = start_of_user_turn(tokenizer)
-    asked = [(begun, _sampling_of_prompt(index, tokenizer)) for index in range(count)]
-    num_done = 0
-
-    def ended(index: int, decoding: DecodeSequence) -> None:
-        nonlocal num_done
-        num_done += 1
-        progress(num_done)
-        sequence = decoding.sequence
-        written = [token for token in sequence.token_ids[len(begun) :] if token not in tokenizer.eos_token_ids]
-        if sequence.finish_reason is FinishReason.STOP and len(written) in OWN_PROMPT_TOKENS:
-            prompts[tokenizer.decode(written)] = None
-
-    asyncio.run(answer(runner, asked, ended))
-    if not prompts:
-        raise NoPrompts(f"none of {count} beginnings of a user's turn became a prompt")
-    partial = path.with_suffix(".part")
-    partial.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
-    partial.replace(path)
-
-
-def start_of_user_turn(tokenizer: Tokenizer) -> list[int]:
-    """A conversation up to where the user's first message begins. Raises NoPrompts, see `write_prompts`."""
-    marker = "(the message)"
-    rendered = tokenizer.render_chat([ChatMessage("user", marker)])
-    if marker not in rendered:
-        raise NoPrompts("the chat template does not render messages as they are, so the model cannot write prompts")
-    return tokenizer.encode(rendered[: rendered.index(marker)])
-
-
-def _sampling_of_prompt(index: int, tokenizer: Tokenizer) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=OWN_PROMPT_TOKENS.stop,
-        temperature=1.0,
-        top_p=OWN_PROMPT_TOP_P,
-        seed=index,
-        stop_token_ids=tokenizer.eos_token_ids,
-    )
 
 
 def read_generations(path: Path) -> list[Generation]:

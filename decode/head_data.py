@@ -65,11 +65,8 @@ class HeadData:
         done = self._path.with_suffix(".json")
         first, said = self._done(done)
         for group in self._groups(first):
-            output = runner.forward(self._chunks(group, runner), num_rows=self._lens(group), taps=taps)
-            assert output.features is not None
-            rows = torch.cat([output.features, output.hidden], dim=1).bfloat16()
             start, end = self._starts[group.start], self._starts[group.stop]
-            self._rows[start:end] = rows.view(torch.int16).numpy()
+            self._rows[start:end] = self._rows_of(group, runner, taps).view(torch.int16).numpy()
             self._rows.flush()
             self._digest(group, said)
             done.write_text(json.dumps({"num_generations": group.stop, "digest": said.hexdigest()}))
@@ -98,8 +95,14 @@ class HeadData:
             yield range(start, stop)
             start = stop
 
-    def _lens(self, group: range) -> list[int]:
-        return [self.length(index) for index in group]
+    def _rows_of(self, group: range, runner: TorchRunner, taps: Sequence[int]) -> Tensor:
+        """[tokens of the group, F + K] bfloat16. The target's output is tapped: logits of all tokens would take as
+        long as most of its layers."""
+        chunks = self._chunks(group, runner)
+        output = runner.forward(chunks, num_rows=[0] * len(chunks), taps=(*taps, runner.config.num_layers))
+        assert output.features is not None
+        features, last = output.features.split((self._num_features, runner.config.hidden_size), dim=1)
+        return torch.cat([features, runner.model.norm(last.contiguous())], dim=1).bfloat16()
 
     def _chunks(self, group: range, runner: TorchRunner) -> list[Chunk]:
         chunks, first = [], 0

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from decode.coverage import ExpertCoverage
 from decode.draft_meter import DraftMeter
+from model.runner import VerifiedDraft
 from model.sampling_params import MAX_DRAFT_TOKENS
 from protos.inference_pb2 import DecodeStats
 
@@ -55,11 +56,13 @@ def observe(stats: DecodeStats) -> None:
 class DraftCounts(Collector):
     """Lengths of drafts, asked for, drafted and accepted, as plain tallies: a label look-up for each draft is dear.
 
-    `judged` are those whose predecessors all stand: accepted / judged of a position is its acceptance.
+    `judged` are those whose predecessors all stand: accepted / judged of a position is its acceptance. The position of
+    a node of a tree is its place among them, the best first, and all are judged.
     """
 
     def __init__(self) -> None:
         self._asked, self._drafted, self._judged, self._accepted = ([0] * (MAX_DRAFT_TOKENS + 1) for _ in range(4))
+        self._accepted_nodes = [0] * (MAX_DRAFT_TOKENS + 1)
         self._num_emitted = 0
 
     def asked(self, num_draft_tokens: Iterable[int]) -> None:
@@ -67,12 +70,18 @@ class DraftCounts(Collector):
         for length in num_draft_tokens:
             self._asked[length] += 1
 
-    def verified(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+    def verified(self, draft: VerifiedDraft, num_emitted: int) -> None:
         """Of one sequence in one step. Fewer may be emitted than stand, where the answer ends."""
-        self._drafted[num_drafted] += 1
-        self._judged[min(num_accepted + 1, num_drafted)] += 1
-        self._accepted[num_accepted] += 1
+        self._drafted[draft.num_drafted] += 1
         self._num_emitted += num_emitted
+        if draft.nodes is None:
+            num_accepted = len(draft.tokens) - 1
+            self._judged[min(num_accepted + 1, draft.num_drafted)] += 1
+            self._accepted[num_accepted] += 1
+            return
+        self._judged[draft.num_drafted] += 1
+        for node in draft.nodes:
+            self._accepted_nodes[node + 1] += 1
 
     def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
         yield self._lengths()
@@ -86,10 +95,12 @@ class DraftCounts(Collector):
             "pdserve_draft_accepted_tokens", "Of those, the ones that stand.", labels=["position"]
         )
         longest = max((length for length, count in enumerate(self._drafted) if count), default=0)
-        for family, tally in ((drafted, self._drafted), (judged, self._judged), (accepted, self._accepted)):
-            for position in range(1, longest + 1):
-                family.add_metric([str(position)], sum(tally[position:]))
-            yield family
+        for position in range(1, longest + 1):
+            label = [str(position)]
+            drafted.add_metric(label, sum(self._drafted[position:]))
+            judged.add_metric(label, sum(self._judged[position:]))
+            accepted.add_metric(label, sum(self._accepted[position:]) + self._accepted_nodes[position])
+        yield from (drafted, judged, accepted)
         yield CounterMetricFamily(
             "pdserve_draft_emitted_tokens", "Tokens emitted by steps that verified drafts.", value=self._num_emitted
         )

@@ -73,7 +73,7 @@ class NgramIndex:
         return tuple(token_ids[match.position + place % period] for place in range(count))
 
 
-_OUTLOOKS = tuple(Outlook(ANYTHING.num_tokens, grade) for grade in range(NUM_GRADES))
+_OUTLOOKS = tuple(Outlook(ANYTHING.num_tokens, grade, is_free=True) for grade in range(NUM_GRADES))
 
 
 class NgramDrafter:

@@ -15,12 +15,14 @@ NUM_GRADES = 4
 class Outlook:
     """At most `num_tokens` could be proposed now. `grade`, 0 to NUM_GRADES - 1: how sure the drafter is of them.
 
-    What a grade is worth is learnt from what becomes of its drafts, so a drafter may number its kinds of guesses as it
-    likes. It must depend on the text so far only.
+    `is_free`: to propose them takes next to no time, as a look-up does. What a grade is worth is learnt from what
+    becomes of its drafts, so a drafter may number its kinds of guesses as it likes. It must depend on the text so far
+    only.
     """
 
     num_tokens: int
     grade: int = 0
+    is_free: bool = False
 
 
 NOTHING, ANYTHING = Outlook(0), Outlook(MAX_DRAFT_TOKENS)

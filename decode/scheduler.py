@@ -194,7 +194,7 @@ class DecodeScheduler:
         if isinstance(outcome, VerifiedDraft):
             num_kept = self._emit(decoding, outcome.tokens)
             sequence.num_computed_tokens += num_kept - 1  # the KV of the drafts that stand is that of the sequence
-            metrics.DRAFTS.verified(outcome.num_drafted, len(outcome.tokens) - 1, num_kept)
+            metrics.DRAFTS.verified(outcome, num_kept)
             decoding.num_drafted_tokens += outcome.num_drafted
             decoding.num_accepted_tokens += min(num_kept, len(outcome.tokens) - 1)
         elif isinstance(outcome, SampledToken):

@@ -168,7 +168,8 @@ class SpeculativeRunner:
             if verdict is None:
                 outcomes[index] = NonFiniteLogits("the logits are not finite")
             elif draft.token_ids:
-                outcomes[index] = VerifiedDraft(emission, len(draft.token_ids))
+                nodes = None if draft.parents is None else verdict.nodes
+                outcomes[index] = VerifiedDraft(emission, len(draft.token_ids), nodes)
             else:
                 outcomes[index] = emission[0]
         return tuple(outcomes), verdicts
@@ -203,7 +204,7 @@ class _Step:
     def paths(self, verdicts: Sequence[Verdict | None]) -> list[tuple[Chunk, Sequence[int]]]:
         """Each chunk that ends in a tree, and the nodes that stand."""
         return [
-            (chunk, [row - 1 for row in verdict.rows[1:]])
+            (chunk, verdict.nodes)
             for chunk, verdict in zip(self.extended, verdicts, strict=True)
             if verdict is not None and chunk.parents is not None
         ]
@@ -232,7 +233,7 @@ def _kept_rows(own: range, draft: Draft, verdict: Verdict | None) -> range | lis
     """The rows of a chunk's own tokens, and of the drafts behind them that stand."""
     if verdict is None or draft.parents is None:
         return range(own.start, own.stop + (0 if verdict is None else verdict.num_accepted))
-    return [*own, *(own[-1] + row for row in verdict.rows[1:])]
+    return [*own, *(own.stop + node for node in verdict.nodes)]
 
 
 def _read(state: bytes) -> Tensor:

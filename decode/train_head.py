@@ -11,9 +11,8 @@ import argparse
 import hashlib
 import json
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,33 +22,32 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from decode.draft_head import CARD, WEIGHTS
+from decode.draft_head import CARD, WEIGHTS, DraftHead, HeadCard, HeadUnusable
 from decode.eagle_training import Batch, EagleModule, eagle_losses
-from decode.generations import Generation, NoPrompts, generate, read_generations, read_prompts, write_prompts
+from decode.generations import Generation, NoPrompts
 from decode.head_data import HeadData
 from decode.head_training import CheckpointMismatch, Losses, Progress, TrainingOptions, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
+from decode.training_answers import AnswerOptions, collect_answers
+from decode.training_progress import Teller, Ticker, percent
 from model.cache_folder import default_cache
 from model.checkpoint import model_digest
+from model.config import ModelConfig
 from model.model_source import ModelUnavailable, resolve_model
 from model.tokenizer import Tokenizer
 from model.torch_runner import TorchRunner
 
 NUM_BLOCKS = 4096
 HELD_OUT_EVERY = 20  # generations: each so-manieth is never trained on
-SHORTEST_ANSWER = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     kind: str
     model: str
-    prompts: Path
-    work: Path
+    answers: AnswerOptions
     output: Path
-    answers_per_file: int
-    num_own_prompts: int
-    max_tokens: int
+    begin_with: Path | None  # a head whose weights are gone on from
     num_drafted_tokens: int  # size of the draft vocabulary
     intermediate_size: int
     num_heads: int
@@ -66,70 +64,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         folder = resolve_model(job.model, default_cache())
         _run(job, folder, console)
-    except (ModelUnavailable, NoPrompts, CheckpointMismatch) as error:
+    except (ModelUnavailable, NoPrompts, HeadUnusable, CheckpointMismatch) as error:
         sys.exit(f"Error: {error}")
 
 
 def _run(job: Job, folder: Path, console: Console) -> None:
     runner = TorchRunner.load(folder, num_blocks=NUM_BLOCKS)
-    generations = _generations(job, folder, runner, console)
+    work = job.answers.work
+    stage = partial(Ticker, console)
+    generations = collect_answers(job.answers, runner, Tokenizer.load(folder), lambda what: stage(what).tell)
     config = runner.config
     taps = (2, config.num_layers // 2, config.num_layers - 3)
-    data = HeadData(job.work, generations, config.hidden_size, len(taps))
-    clock = _Ticker(console, "hidden states")
+    data = HeadData(work, generations, config.hidden_size, len(taps))
+    clock = stage("hidden states")
     data.compute(runner, taps, lambda done: clock.tell(done, len(generations)))
     vocabulary = draft_vocabulary(generations, config.vocab_size, job.num_drafted_tokens)
     module, losses = _module(job, runner, vocabulary, len(taps))
+    before = begin_with(job.begin_with, job.kind, taps, config, module) if job.begin_with else None
     indexes = range(len(generations))
     held = [index for index in indexes if index % HELD_OUT_EVERY == 0]
     learning = [index for index in indexes if index % HELD_OUT_EVERY]
-    teller = _Teller(console, job.training.num_steps, lambda: held_out(losses, data, held, job.training))
+    teller = Teller(console, job.training.num_steps, lambda: held_out(losses, data, held, job.training))
     inputs: dict[str, str | int] = {
         "kind": job.kind,
         "target": model_digest(folder),
         "taps": str(taps),
         "draft vocabulary": hashlib.sha256(vocabulary.numpy().tobytes()).hexdigest(),
         "passes": job.passes,
+        "begun with": "nothing" if before is None else before.name,
     }
-    checkpoint = job.work / f"{job.kind}.pt"
+    checkpoint = work / f"{job.kind}.pt"
     train(module, losses, data, learning, job.training, checkpoint, teller.tell, inputs)
     final = held_out(losses, data, held, job.training)
-    _write(job, folder, module, vocabulary, taps, final, generations)
-    console.print(f"{job.output}: held-out acceptance by position {_percent(final.acceptance)}")
-
-
-def _generations(job: Job, folder: Path, runner: TorchRunner, console: Console) -> list[Generation]:
-    """The same number of answers to each file's prompts, however few these are, and one to each of the model's own."""
-    files = sorted(job.prompts.glob("*.jsonl"))
-    if not files:
-        raise NoPrompts(f"{job.prompts} holds no *.jsonl")
-    tokenizer = Tokenizer.load(folder)
-    unique: dict[tuple[int, ...], Generation] = {}
-    if job.num_own_prompts:
-        own = job.work / "own.jsonl"
-        clock = _Ticker(console, "prompts of the model's own")
-        tell = partial(clock.tell, total=job.num_own_prompts)
-        write_prompts(runner, tokenizer, own, count=job.num_own_prompts, progress=tell)
-        files.append(own)
-    for file in files:
-        prompts = read_prompts(file)
-        num_rounds = 1
-        if file.parent == job.prompts:
-            prompts = prompts[: job.answers_per_file]
-            num_rounds = -(-job.answers_per_file // len(prompts))
-        path = job.work / f"answers-{file.name}"
-        clock = _Ticker(console, f"answers to {file.name}")
-        generate(
-            runner,
-            tokenizer,
-            prompts,
-            path,
-            num_rounds=num_rounds,
-            max_tokens=job.max_tokens,
-            progress=partial(clock.tell, total=len(prompts) * num_rounds),
-        )
-        unique |= {generation.token_ids: generation for generation in read_generations(path)}
-    return [g for g in unique.values() if len(g.token_ids) - g.num_prompt_tokens >= SHORTEST_ANSWER]
+    _write(job, folder, module, vocabulary, taps, final, generations, before)
+    console.print(f"{job.output}: held-out acceptance by position {percent(final.acceptance)}")
 
 
 def draft_vocabulary(generations: Sequence[Generation], vocab_size: int, size: int) -> Tensor:
@@ -159,6 +127,25 @@ def _module(job: Job, runner: TorchRunner, vocabulary: Tensor, num_taps: int) ->
     return eagle, losses
 
 
+def begin_with(source: Path, kind: str, taps: tuple[int, ...], config: ModelConfig, module: nn.Module) -> DraftHead:
+    """Gives the module the weights of another head: of this target, or of one that it was tuned from.
+
+    Raises:
+        HeadUnusable: it is no such head, or of other sizes than were asked for.
+    """
+    card = HeadCard.read(source)
+    head = DraftHead.load(source, kind, config, next(iter(card.targets.values()), ""))
+    if kind == "eagle" and card.taps != taps:
+        raise HeadUnusable(f"the head in {source} taps layers {list(card.taps)}; {list(taps)} are tapped here")
+    for name, tensor in module.state_dict().items():
+        found = head.weights.get(name)
+        if found is None or found.shape != tensor.shape:
+            has = "is not there" if found is None else f"has shape {list(found.shape)}"
+            raise HeadUnusable(f"{name} of {source} {has}; {list(tensor.shape)} was asked for")
+    module.load_state_dict({name: head.weights[name].float() for name in module.state_dict()})
+    return head
+
+
 def _write(
     job: Job,
     folder: Path,
@@ -167,16 +154,18 @@ def _write(
     taps: tuple[int, ...],
     final: Progress,
     generations: Sequence[Generation],
+    before: DraftHead | None,
 ) -> None:
     """The weights in bfloat16, and the card. The acceptance on prompt sets is added by `decode.measure_head`."""
     job.output.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().bfloat16().contiguous() for name, tensor in module.state_dict().items()}
     offsets = (vocabulary - torch.arange(len(vocabulary))).to(torch.int32)
     save_file({**weights, "d2t": offsets}, job.output / WEIGHTS)
-    own = ["the model's own"] if job.num_own_prompts else []
+    counts = {"the model's own": job.answers.num_own_prompts, "the model's own, on code": job.answers.num_code_prompts}
+    own = [name for name, count in counts.items() if count]
     about = {
         "data": {
-            "prompts": [*sorted(path.name for path in job.prompts.glob("*.jsonl")), *own],
+            "prompts": [*(path.name for path in job.answers.files), *own],
             "answers": len(generations),
             "answer_tokens": sum(len(g.token_ids) - g.num_prompt_tokens for g in generations),
         },
@@ -184,6 +173,8 @@ def _write(
         "tokens_per_step": job.training.tokens_per_batch,
         "held_out": {"loss": round(final.loss, 4), "acceptance": [round(share, 4) for share in final.acceptance]},
     }
+    if before is not None and before.card.about is not None:
+        about["begun_with"] = {name: value for name, value in before.card.about.items() if name != "acceptance"}
     card = {
         "kind": job.kind,
         "targets": {job.model: model_digest(folder)},
@@ -191,48 +182,6 @@ def _write(
         "about": about,
     }
     (job.output / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-
-
-class _Ticker:
-    """A line every few seconds: how far a stage is, and when it will be done."""
-
-    def __init__(self, console: Console, what: str, every_s: float = 10.0) -> None:
-        self._console, self._what, self._every_s = console, what, every_s
-        self._begin = self._told = time.monotonic()
-        self._first: int | None = None
-
-    def tell(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        self._first = done - 1 if self._first is None else self._first
-        if now - self._told >= self._every_s or done == total:
-            self._told = now
-            left_s = (now - self._begin) / max(1, done - self._first) * (total - done)
-            self._console.print(f"{self._what}  {done} of {total}, {left_s / 60:.1f} min left")
-
-
-class _Teller:
-    """Loss and acceptance as training goes on, and now and then on what is held out."""
-
-    def __init__(self, console: Console, num_steps: int, measure: Callable[[], Progress]) -> None:
-        self._console, self._num_steps, self._measure = console, num_steps, measure
-        self._begin = time.monotonic()
-        self._first: int | None = None
-
-    def tell(self, progress: Progress) -> None:
-        self._first = progress.step - 1 if self._first is None else self._first
-        if progress.step % 10 == 0:
-            seconds = (time.monotonic() - self._begin) / (progress.step - self._first)
-            left = seconds * (self._num_steps - progress.step) / 60
-            self._line(f"step {progress.step:5} of {self._num_steps}, {left:4.0f} min left", progress)
-        if progress.step % 100 == 0:
-            self._line("held out".rjust(36), self._measure())
-
-    def _line(self, head: str, progress: Progress) -> None:
-        self._console.print(f"{head}  loss {progress.loss:.3f}  accepted {_percent(progress.acceptance)}")
-
-
-def _percent(shares: Sequence[float]) -> str:
-    return " ".join(f"{share:.0%}" for share in shares)
 
 
 def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
@@ -250,7 +199,9 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
     parser.add_argument(
         "--own-prompts", type=int, default=0, help="prompts that the model writes itself, answered once"
     )
+    parser.add_argument("--own-code-prompts", type=int, default=0, help="the same, about code")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--begin-with", type=Path, help="a head whose weights training begins with; default: random")
     parser.add_argument("--steps", type=int, default=1500, help="training steps")
     parser.add_argument("--tokens-per-step", type=int, default=2048, help="with padding")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its highest")
@@ -260,18 +211,17 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
     parser.add_argument("--passes", type=int, default=3, help="positions an EAGLE head is trained to draft")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
     given = parser.parse_args(arguments)
-    if given.answers < 1 or given.own_prompts < 0:
-        parser.error("--answers must be at least 1, --own-prompts at least 0")
+    if given.answers < 1 or given.own_prompts < 0 or given.own_code_prompts < 0:
+        parser.error("--answers must be at least 1, --own-prompts and --own-code-prompts at least 0")
     options = TrainingOptions(given.steps, given.tokens_per_step, given.learning_rate)
     job = Job(
         given.kind,
         given.model,
-        given.prompts,
-        given.work,
+        AnswerOptions(
+            given.prompts, given.work, given.answers, given.own_prompts, given.own_code_prompts, given.max_tokens
+        ),
         given.output,
-        given.answers,
-        given.own_prompts,
-        given.max_tokens,
+        given.begin_with,
         given.draft_vocabulary,
         given.intermediate_size,
         given.heads,

@@ -26,6 +26,7 @@ Run = Callable[[Sequence[Chunk], Sequence[Tensor], Sequence[int]], tuple[Tensor,
 
 MOST_CHILDREN = 10  # of a node, as in EAGLE-2
 _ABOUT_AS_GOOD = math.log(0.5)  # finds nearly the best tree there is, in no more rounds than a chain takes
+LEAST_GAIN = 0.1  # tokens that another round may bring, at most: fewer are not worth it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +86,8 @@ class Tree:
         fresh = [node for node in self._best if node not in self._places and node.confidence > least]
         good = [node for node in fresh if node.confidence >= fresh[0].confidence + _ABOUT_AS_GOOD]
         self.running = good[: num_tokens - len(self._places)]
+        if sum(math.exp(node.confidence) for node in self.running) < LEAST_GAIN:
+            self.running = []
         for node in self.running:
             self._places[node] = len(self._places) - 1
 

@@ -34,7 +34,7 @@ class Method(enum.StrEnum):
 class Verdict:
     """The drafts that stand and one token more. `token_ids[j]` was chosen by row `rows[j]` of the sequence's own.
 
-    Row 0 is behind the last token that was known, row m + 1 behind draft m: `rows[1:]` also tells which drafts stand.
+    Row 0 is behind the last token that was known, row m + 1 behind draft m.
     """
 
     token_ids: tuple[int, ...]
@@ -43,6 +43,11 @@ class Verdict:
     @property
     def num_accepted(self) -> int:
         return len(self.rows) - 1
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The drafts that stand, by their places in the draft."""
+        return tuple(row - 1 for row in self.rows[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ worker_options = group_of(
         "--draft-shape",
         type=click.Choice(DRAFT_SHAPES),
         default="chain",
-        help="tree: several guesses for a place, where the head is unsure. With EAGLE and --draft-length fixed.",
+        help="tree: several guesses for a place, where the head is unsure. With EAGLE.",
     ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )

@@ -60,10 +60,5 @@ class WorkerConfig:
             raise ValueError("--lease-s must be above 0, --drain-s at least 0")
         if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"--max-draft-tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}")
-        if self.draft_shape == "tree" and self.draft_length != "fixed":
-            raise ValueError(
-                f"--draft-shape tree goes with --draft-length fixed, not {self.draft_length}: what a tree of another "
-                "size would bring is not forecast"
-            )
         if self.role not in ROLES:
             raise ValueError(f"--role is {self.role!r}; it must be one of {', '.join(ROLES)}")

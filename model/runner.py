@@ -77,10 +77,14 @@ class NonFiniteLogits(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedDraft:
-    """The drafted tokens that stand, and behind them the one that the model itself has drawn."""
+    """The drafted tokens that stand, and behind them the one that the model itself has drawn.
+
+    If the draft was a tree, `nodes` are those that stand, by their places in the draft; None for a chain.
+    """
 
     tokens: tuple[SampledToken, ...]
     num_drafted: int
+    nodes: tuple[int, ...] | None = None
 
 
 Outcome = SampledToken | VerifiedDraft | NonFiniteLogits | None

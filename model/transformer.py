@@ -57,7 +57,7 @@ class Transformer:
         self._activations = backend.activations
         self.embedding = weights["model.embed_tokens.weight"]  # [V, hidden]
         self._layers = [_layer(config, weights, backend, layer) for layer in range(config.num_layers)]
-        self._norm = backend.norm(weights["model.norm.weight"], config.norm_eps)
+        self.norm = backend.norm(weights["model.norm.weight"], config.norm_eps)
         self.head_weight = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
         self._head = backend.linear([self.head_weight], [None])
         norms = [None] * first_layer + [_head_norms(config, weights, layer) for layer in range(config.num_layers)]
@@ -92,7 +92,7 @@ class Transformer:
                 loads.append(load)
         if num_layers in taps:
             features[num_layers], hidden = hidden, hidden[rows]
-        normed = self._norm(hidden)
+        normed = self.norm(hidden)
         return ForwardOutput(
             logits=self._head(normed).float(),
             hidden=normed,

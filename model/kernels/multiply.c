@@ -2,11 +2,11 @@
 
 /* The most sums that the registers hold beside what they are computed from. */
 #ifdef __AVX512F__
-enum { MOST_SUMS = 24 };
+enum { MOST_SUMS = 24, MOST_ROWS = 8 };
 #else
-enum { MOST_SUMS = 12 };
+enum { MOST_SUMS = 12, MOST_ROWS = 6 };
 #endif
-enum { MOST_ROWS = 6, K_BLOCK = 768, AHEAD = 32, WORTH_WIDENING = 48 };
+enum { K_BLOCK = 768, AHEAD = 32, WORTH_WIDENING = 48 };
 
 /* Makes the compiler keep v in a register where it would rather load (and convert) it again for each use. */
 #define KEEP(v) __asm__("" : "+v"(v))
@@ -45,7 +45,7 @@ INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w
     long k = 0;
     for (; k + AHEAD <= K; k += AHEAD) {
 #pragma GCC unroll 8
-        for (int j = 0; j < n; j++) _mm_prefetch(w + (n + j) * ldw + k * size, _MM_HINT_T0);
+        for (int j = 0; j < n; j++) _mm_prefetch(w + (n + j) * ldw + k * size, _MM_HINT_T1);
 #pragma GCC unroll 4
         for (int i = 0; i < AHEAD; i += WIDTH) step(type, m, n, x + k + i, ldx, w + (k + i) * size, ldw, sum);
     }
@@ -77,13 +77,19 @@ typedef void rows_of_x(const float *x, long ldx, const char *w, long N, long ldw
     }
 #ifdef __AVX512F__
 #define ALL_ROWS(type, n4) \
-    ROWS(type, 1, 8) ROWS(type, 2, 8) ROWS(type, 3, 8) ROWS(type, 4, 6) ROWS(type, 5, 4) ROWS(type, 6, 4)
+    ROWS(type, 1, 8) ROWS(type, 2, 8) ROWS(type, 3, 8) ROWS(type, 4, 6) ROWS(type, 5, 4) ROWS(type, 6, 4) \
+    ROWS(type, 7, 3) ROWS(type, 8, 3)
+#define MORE_NAMES(type) , rows_##type##_7, rows_##type##_8
 #else
 #define ALL_ROWS(type, n4) \
     ROWS(type, 1, 4) ROWS(type, 2, 4) ROWS(type, 3, 3) ROWS(type, 4, n4) ROWS(type, 5, 2) ROWS(type, 6, 2)
+#define MORE_NAMES(type)
 #endif
-#define NAMES(type) \
-    { rows_##type##_1, rows_##type##_2, rows_##type##_3, rows_##type##_4, rows_##type##_5, rows_##type##_6 }
+#define NAMES(type)                                                                                                \
+    {                                                                                                              \
+        rows_##type##_1, rows_##type##_2, rows_##type##_3, rows_##type##_4, rows_##type##_5, rows_##type##_6       \
+        MORE_NAMES(type)                                                                                           \
+    }
 ALL_ROWS(F32, 3)
 ALL_ROWS(BF16, 2)
 ALL_ROWS(F16, 2)

@@ -30,7 +30,11 @@ def step(
     *drafts: tuple[int, ...], seconds: float = 1.0, draft_s: float = 0.0, experts: float | None = None
 ) -> DecodeStep:
     """One sequence for each (asked, drafted, accepted, grade)."""
-    outcomes = tuple(DraftOutcome(str(index), *draft) for index, draft in enumerate(drafts) if draft[0])
+    outcomes = tuple(
+        DraftOutcome(str(index), asked, drafted, accepted, sum(grade))
+        for index, (asked, drafted, accepted, *grade) in enumerate(drafts)
+        if asked
+    )
     num_tokens = len(drafts) + sum(draft[2] for draft in drafts)
     return DecodeStep(seconds, draft_s, len(drafts), num_tokens, 100, outcomes, experts)
 

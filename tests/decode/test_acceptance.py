@@ -179,3 +179,33 @@ def test_forgotten_sequence_leaves_nothing_behind() -> None:
 def test_refuses_impossible_outcomes(counts: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="were asked"):
         DraftOutcome("a", *counts)
+
+
+def test_nodes_of_a_tree_are_followed_by_their_places() -> None:
+    """Any may stand, whatever became of those before it; one of a place never counts as likelier than those before."""
+    book, draws, truth = AcceptanceBook(4), random.Random(3), [0.5, 0.3, 0.05, 0.2]
+    book.chances(["a"], [0])
+    for _ in range(2000):
+        nodes = tuple(place for place, chance in enumerate(truth) if draws.random() < chance)
+        book.observe([DraftOutcome("a", 4, 4, len(nodes), nodes=nodes)])
+    assert list(book.pool_rates) == pytest.approx(truth, abs=0.1)
+    survival = book.chances(["a"], [0]).survival[0]
+    assert survival[:3] == pytest.approx(truth[:3], abs=0.12) and survival[3] == survival[2]
+
+
+def test_grades_of_chains_and_trees_stand_side_by_side() -> None:
+    book, draws = AcceptanceBook(2), random.Random(3)
+    book.chances(["a"], [0])
+    for _ in range(400):
+        book.observe([DraftOutcome("a", 2, 2, 1, 0, nodes=(draws.randint(0, 1),))])
+        num_accepted = 2 if draws.random() < 0.5 else draws.randint(0, 1)
+        book.observe([DraftOutcome("a", 2, 2, num_accepted, 1)])
+    tree, chain = (book.chances(["a"], [grade]).survival[0] for grade in (0, 1))
+    assert tree == pytest.approx([0.5, 0.5], abs=0.12)
+    assert chain == pytest.approx([0.75, 0.5], abs=0.12)
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 3), (1, 0), (-1, 1)])
+def test_nodes_that_cannot_be_are_refused(nodes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"nodes \("):
+        DraftOutcome("a", 4, 3, 2, nodes=nodes)

@@ -90,10 +90,10 @@ def test_meter_leaves_out_what_cannot_be_compared(decision: DraftDecision, step:
 
 def test_tokens_by_position() -> None:
     counts = metrics.DraftCounts()
-    counts.verified(3, 3, 4)
-    counts.verified(3, 1, 2)
-    counts.verified(1, 0, 1)
-    counts.verified(2, 2, 1)  # the first of them ended the answer
+    counts.verified(verified(3, 3), 4)
+    counts.verified(verified(3, 1), 2)
+    counts.verified(verified(1, 0), 1)
+    counts.verified(verified(2, 2), 1)  # the first of them ended the answer
     told = counted(counts)
     by_position = {
         name: [told.get(f"{name}_tokens_total/{position}") for position in (1, 2, 3, 4)]
@@ -119,8 +119,18 @@ def decoding() -> DecodeSequence:
     return DecodeSequence(TokenSequence("a", [5, 6, 7], 3, sampling, 16), Outbox())
 
 
-def verified(num_drafted: int, num_accepted: int) -> VerifiedDraft:
-    return VerifiedDraft(tuple(SampledToken(9) for _ in range(num_accepted + 1)), num_drafted)
+def verified(num_drafted: int, num_accepted: int, nodes: tuple[int, ...] | None = None) -> VerifiedDraft:
+    return VerifiedDraft(tuple(SampledToken(9) for _ in range(num_accepted + 1)), num_drafted, nodes)
+
+
+def test_nodes_of_a_tree_count_by_their_places_and_are_all_judged() -> None:
+    counts = metrics.DraftCounts()
+    counts.verified(verified(3, 2, (0, 2)), 3)
+    counts.verified(verified(2, 1, (1,)), 2)
+    counts.verified(verified(1, 1), 2)  # a chain
+    told = counted(counts)
+    for name, expected in (("drafted", [3, 2, 1]), ("judged", [3, 2, 1]), ("accepted", [2, 1, 1])):
+        assert [told[f"{name}_tokens_total/{position}"] for position in (1, 2, 3)] == expected
 
 
 def test_planner_feeds_the_meter_and_the_gauges_read_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,29 +25,45 @@ def random_case(draws: random.Random) -> tuple[NDArray[np.float64], list[int], i
     return np.cumprod(rates, axis=1), limits, draws.randint(0, sum(limits) + 1), forecast
 
 
-def rate(survival: NDArray[np.float64], lengths: tuple[int, ...], forecast: StepForecast) -> float:
+def rate(
+    survival: NDArray[np.float64], lengths: tuple[int, ...], are_free: list[bool], forecast: StepForecast
+) -> float:
     tokens = sum(1.0 + survival[i, :length].sum() for i, length in enumerate(lengths))
-    num_drafts, cap = sum(lengths), max(lengths)
-    seconds = forecast.verify_s[num_drafts] + forecast.draft_s[cap] + forecast.draft_token_s[cap] * num_drafts
+    made = [length for length, is_free in zip(lengths, are_free, strict=True) if not is_free]
+    cap = max(made, default=0)
+    seconds = forecast.verify_s[sum(lengths)] + forecast.draft_s[cap] + forecast.draft_token_s[cap] * sum(made)
     return float(tokens / seconds)
 
 
-def test_no_other_choice_is_faster() -> None:
+@pytest.mark.parametrize("with_free", [False, True])
+def test_no_other_choice_is_faster(with_free: bool) -> None:
+    """Where some drafts are free the others' own cost is left out: then the likeliest of all are no longer the best."""
     draws = random.Random(11)
     for _ in range(300):
         survival, limits, num_spare_tokens, forecast = random_case(draws)
-        options = weigh(survival, limits, num_spare_tokens, forecast)
+        are_free = [with_free and draws.random() < 0.5 for _ in limits]
+        if with_free:
+            forecast = replace(forecast, draft_token_s=np.zeros_like(forecast.draft_token_s))
+        options = weigh(survival, limits, are_free, num_spare_tokens, forecast)
         lengths = tuple(options.draft_lengths(options.best))
         possible = itertools.product(*(range(limit + 1) for limit in limits))
-        best = max(rate(survival, choice, forecast) for choice in possible if sum(choice) <= num_spare_tokens)
+        best = max(rate(survival, choice, are_free, forecast) for choice in possible if sum(choice) <= num_spare_tokens)
         assert all(length <= limit for length, limit in zip(lengths, limits, strict=True))
         assert sum(lengths) <= num_spare_tokens
-        assert rate(survival, lengths, forecast) == pytest.approx(best)
+        assert rate(survival, lengths, are_free, forecast) == pytest.approx(best)
         assert options.rates[options.best] == pytest.approx(best)
 
 
 def test_likelier_drafts_come_first() -> None:
     survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.1]])
     flat_then_steep = StepForecast(np.array([1.0, 1.0, 1.0, 1.0, 9, 9, 9]), np.zeros(4), np.zeros(4), np.ones(7), 0.05)
-    options = weigh(survival, [3, 3], 6, flat_then_steep)
+    options = weigh(survival, [3, 3], [False, False], 6, flat_then_steep)
     assert options.draft_lengths(options.best) == [2, 1]
+
+
+def test_free_drafts_are_taken_where_no_drafter_would_pay() -> None:
+    survival, dear = np.full((2, 2), 0.5), np.array([0.0, 9.0, 9.0])
+    forecast = StepForecast(np.ones(5), dear, np.zeros(3), np.ones(5), 0.05)
+    options = weigh(survival, [2, 2], [True, False], 4, forecast)
+    assert options.draft_lengths(options.best) == [2, 0]
+    assert options.seconds[options.best] == 1.0

@@ -16,24 +16,18 @@ from torch.nn import functional as F
 from decode import measure_head
 from decode.draft_head import CARD, HeadUnusable
 from decode.eagle_training import Batch, EagleModule, eagle_losses, shifted
-from decode.generations import (
-    OWN_PROMPT_TOKENS,
-    Generation,
-    NoPrompts,
-    read_generations,
-    read_prompts,
-    start_of_user_turn,
-    write_prompts,
-)
+from decode.generations import Generation, NoPrompts, read_generations, read_prompts
 from decode.head_data import HeadData
 from decode.head_loss import head_loss, target_law
 from decode.head_training import CheckpointMismatch, Progress, TrainingOptions, collate, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
-from decode.train_head import draft_vocabulary
+from decode.own_prompts import PROMPT_TOKENS, start_of_user_turn, write_prompts
+from decode.train_head import begin_with, draft_vocabulary
+from model.config import ModelConfig
 from model.runner import Chunk
 from model.tokenizer import Tokenizer
 from model.torch_runner import TorchRunner
-from tests.cluster.draft_heads import write_head
+from tests.cluster.draft_heads import INNER_SIZE, NUM_MEDUSA_HEADS, TAPS, random_weights, write_head
 from tests.cluster.tiny_model import build_tiny_moe
 from tests.model.tiny_models import VOCAB_SIZE, build
 
@@ -319,13 +313,61 @@ def test_a_chat_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
     assert told == list(range(1, 41))
     prompts = read_prompts(path)
     assert 0 < len(prompts) < 40  # some do not end
-    assert all(len(prompt) >= OWN_PROMPT_TOKENS.start and "</s>" not in prompt for prompt in prompts)
+    assert all(len(prompt) >= PROMPT_TOKENS.start and "</s>" not in prompt for prompt in prompts)
     content = path.read_bytes()
     write_prompts(runner, tokenizer, path, count=40, progress=told.append)  # they are there already
     assert path.read_bytes() == content and len(told) == 40
     with pytest.raises(NoPrompts, match="none of 0 beginnings"):
         write_prompts(runner, tokenizer, tmp_path / "none.jsonl", count=0, progress=told.append)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_own_prompts_go_on_from_given_beginnings(tmp_path: Path) -> None:
+    folder = build_tiny_moe(tmp_path)
+    tokenizer, runner = Tokenizer.load(folder), TorchRunner.load(folder, num_blocks=800)
+    path, beginnings = tmp_path / "own.jsonl", ("w7 w8", "w9")
+    write_prompts(runner, tokenizer, path, count=30, beginnings=beginnings, progress=lambda done: None)
+    prompts = read_prompts(path)
+    assert all(prompt.startswith(beginnings) for prompt in prompts)
+    assert {prompt[:2] for prompt in prompts} == {"w7", "w9"}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_training_begins_with_the_weights_of_another_head(kind: str, tmp_path: Path) -> None:
+    build("llama", tmp_path / "tiny", seed=3)
+    config = ModelConfig.from_folder(tmp_path / "tiny")
+    head = write_head(tmp_path / "head", kind, tmp_path / "tiny", digest="of the model that this one was tuned from")
+    module = fresh_module(kind, config, INNER_SIZE)
+    assert begin_with(head, kind, TAPS, config, module).name.startswith(kind)
+    for name, tensor in random_weights(kind, config).items():
+        torch.testing.assert_close(module.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("inner_size", "taps", "complaint"),
+    [
+        (
+            INNER_SIZE + 8,
+            TAPS,
+            r"midlayer\.mlp\.gate_proj\.weight of .* has shape \[40, 36\]; \[48, 36\] was asked for",
+        ),
+        (INNER_SIZE, (0, 3), r"taps layers \[0, 1\]; \[0, 3\] are tapped here"),
+    ],
+)
+def test_head_of_other_sizes_is_no_beginning(
+    inner_size: int, taps: tuple[int, ...], complaint: str, tmp_path: Path
+) -> None:
+    build("llama", tmp_path / "tiny", seed=3)
+    config = ModelConfig.from_folder(tmp_path / "tiny")
+    head = write_head(tmp_path / "head", "eagle", tmp_path / "tiny")
+    with pytest.raises(HeadUnusable, match=complaint):
+        begin_with(head, "eagle", taps, config, fresh_module("eagle", config, inner_size))
+
+
+def fresh_module(kind: str, config: ModelConfig, inner_size: int) -> torch.nn.Module:
+    if kind == "medusa":
+        return MedusaModule(config.hidden_size, NUM_MEDUSA_HEADS)
+    return EagleModule(config, len(TAPS), inner_size)
 
 
 def test_draft_vocabulary_takes_what_the_target_says_most() -> None:

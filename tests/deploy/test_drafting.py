@@ -153,7 +153,7 @@ UNUSABLE: list[tuple[str, str, Write | None, str]] = [
 ]
 
 
-TREE = {"draft_shape": "tree", "draft_length": "fixed"}
+TREE = {"draft_shape": "tree"}
 
 
 def void(_: object) -> None:
@@ -189,10 +189,6 @@ def test_what_does_not_fit_the_model_is_refused(
         ({"drafter": "none", "draft_model": "x"}, "--draft-model goes with .*, not none"),
         ({"draft_model": "x"}, "--draft-model goes with .*, not auto"),
         ({"drafter": "ngram", "runner": "timed"}, "--drafter ngram needs --runner torch"),
-        (
-            {"draft_shape": "tree", "drafter": "eagle"},
-            "--draft-shape tree goes with --draft-length fixed, not adaptive",
-        ),
         *(
             ({**TREE, "drafter": kind}, f"--draft-shape tree goes with --drafter eagle, not {kind}, which cannot")
             for kind in ("ngram", "medusa", "model", "none")
