@@ -38,7 +38,7 @@ Part = TypeVar("Part", Linear, FeedForward)
 KERNELS = ("auto", "c", "mixed", "torch")
 # Tokens per matrix from which on other products take less time, measured on the feed-forward nets of the demo models.
 # oneDNN packs the weights anew at every call; with AMX ours copy them once, which fewer than six tokens do not repay.
-MANY_TOKENS = {"avx2": 48, "avx512": 48, "amx": 192}  # for oneDNN, by what our kernels are compiled for
+MANY_TOKENS = {"avx2": 48, "avx512": 48, "avx512_bf16": 112, "amx": 192}  # for oneDNN, by what ours are compiled for
 TILED_TOKENS = 6  # for the kernels with AMX
 
 
@@ -105,9 +105,9 @@ class KernelBackend:
 
     activations = torch.float32
 
-    def __init__(self, dtype: torch.dtype, build: Build | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, build: Build | None = None, *, may_round: bool = False) -> None:
         self._dtype = dtype
-        found, self._library = library(build)
+        found, self._library = library(build, may_round=may_round)
         self.name = found.name
 
     def place(self, weight: Tensor) -> Tensor:
@@ -137,12 +137,13 @@ class KernelBackend:
 class MixedBackend(KernelBackend):
     """The C kernels for few tokens, when reading the weights takes the time, and oneDNN in bfloat16 for many.
 
-    For CPUs with bfloat16 instructions. With AMX the fewest go through the kernels for AVX-512, which read the weights
-    in place. The last bits of a token then depend on how many are computed with it: chunks of a prompt, or a batch.
+    For CPUs with bfloat16 instructions. Without AMX ours round activations, too, which makes eight tokens hardly dearer
+    than one; with it the fewest go through the kernels for AVX-512, which read the weights in place. The last bits of a
+    token then depend on how many are computed with it: chunks of a prompt, or a batch.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
+        super().__init__(dtype, may_round=True)
         self._many_tokens = MANY_TOKENS[self.name]
         self._fewest = KernelBackend(dtype, AVX512) if self.name == AMX.name else None
         self.name += ", oneDNN bf16 for many tokens"

@@ -1,1 +1,3 @@
 """Prefill policy (queue, chunking) and its gRPC service."""
+
+import model  # noqa: F401 - before torch

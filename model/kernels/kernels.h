@@ -38,6 +38,7 @@ INLINE vector where_at_least(vector a, vector b, vector v) { /* v where a >= b, 
 INLINE vector power_of_two(vector n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+INLINE __mmask16 first_of_16(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
 INLINE halves load_halves(const char *from) { return _mm256_loadu_si256((const __m256i *)from); }
 INLINE vector from_f16(halves h) { return _mm512_cvtph_ps(h); }
 INLINE vector from_bf16(halves h) {

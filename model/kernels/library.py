@@ -41,6 +41,8 @@ AVX512 = Build(
     (*AVX2.needed_of_cpu, "avx512f", "avx512bw", "avx512dq", "avx512vl"),
     (*AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
 )
+# Rounds activations to bfloat16, so it is not among those that only differ in speed.
+AVX512_BF16 = Build("avx512_bf16", (*AVX512.needed_of_cpu, "avx512_bf16"), (*AVX512.flags, "-mavx512bf16"))
 AMX = Build(
     "amx",
     (*AVX512.needed_of_cpu, "avx512_bf16", "amx_tile", "amx_bf16"),
@@ -65,6 +67,11 @@ def builds() -> list[Build]:
         raise KernelsUnavailable(f"this CPU lacks {', '.join(sorted(lacking))}")
     runnable = [build for build in BUILDS if features.issuperset(build.needed_of_cpu)]
     return runnable if AMX not in runnable or _tiles_permitted() else [b for b in runnable if b != AMX]
+
+
+def can_round() -> bool:
+    """Whether this machine can run AVX512_BF16."""
+    return _cpu_features().issuperset(AVX512_BF16.needed_of_cpu)
 
 
 @functools.cache
@@ -101,6 +108,18 @@ def load_fastest() -> tuple[Build, ctypes.CDLL]:
         except KernelsUnavailable as error:
             logger.info("no kernels for %s: %s", build.name, error)
     return last, load(last)
+
+
+def load_fastest_rounding() -> tuple[Build, ctypes.CDLL]:
+    """The same where activations may be rounded to bfloat16."""
+    build, kernels = load_fastest()
+    if build != AVX512 or not can_round():
+        return build, kernels
+    try:
+        return AVX512_BF16, load(AVX512_BF16)
+    except KernelsUnavailable as error:
+        logger.info("no kernels for %s: %s", AVX512_BF16.name, error)
+        return build, kernels
 
 
 def _tiles_permitted() -> bool:

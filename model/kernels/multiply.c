@@ -6,6 +6,11 @@ enum { MOST_SUMS = 24, MOST_ROWS = 8 };
 #else
 enum { MOST_SUMS = 12, MOST_ROWS = 6 };
 #endif
+/* Without AMX, whose own kernels are faster, a build for bfloat16 rounds activations to it. */
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define DOT_PRODUCTS
+enum { PAIRED = 32 };
+#endif
 enum { K_BLOCK = 768, AHEAD = 32, WORTH_WIDENING = 48 };
 
 /* Makes the compiler keep v in a register where it would rather load (and convert) it again for each use. */
@@ -34,6 +39,17 @@ INLINE __m128 sum4(const vector *v) {
     return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 
+/* What m * n vectors sum up to, into y. */
+INLINE void put(int m, int n, const vector *sum, float *y, long ldy, int add) {
+    float product[MOST_SUMS];
+#pragma GCC unroll 6
+    for (int i = 0; i < m * n; i += 4) _mm_storeu_ps(product + i, sum4(sum + i));
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < n; j++) y[i * ldy + j] = add ? y[i * ldy + j] + product[i * n + j] : product[i * n + j];
+}
+
 /* m rows of x times n rows of w, ldw bytes apart. Rows of w that come next are fetched meanwhile: the hardware does not
  * see that far. */
 INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w, long ldw, long K, float *y, long ldy,
@@ -57,13 +73,7 @@ INLINE void tile(int type, int m, int n, const float *x, long ldx, const char *w
         for (int j = 0; j < n; j++) memcpy(last_w + j * 4 * WIDTH, w + j * ldw + k * size, (K - k) * size);
         step(type, m, n, last_x, WIDTH, last_w, 4 * WIDTH, sum);
     }
-    float product[MOST_SUMS];
-#pragma GCC unroll 6
-    for (int i = 0; i < m * n; i += 4) _mm_storeu_ps(product + i, sum4(sum + i));
-#pragma GCC unroll 8
-    for (int i = 0; i < m; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < n; j++) y[i * ldy + j] = add ? y[i * ldy + j] + product[i * n + j] : product[i * n + j];
+    put(m, n, sum, y, ldy, add);
 }
 
 /* m rows of x times all N rows of w, n at a time: m * n sums, n weights and one x fit the 16 (or 32) registers. */
@@ -105,7 +115,83 @@ static void all_rows(int type, const float *x, long ldx, long M, const char *w, 
     }
 }
 
+#ifdef DOT_PRODUCTS
+
+/* The same for activations that were rounded to bfloat16: products in pairs, and nothing to widen. Rows of x are ldx
+ * apart and filled up with zeros. */
+INLINE void dot_step(int m, int n, const uint16_t *x, long ldx, const char *w, long ldw, __mmask32 some, vector *sum) {
+    __m512bh weights[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < n; j++) {
+        weights[j] = (__m512bh)_mm512_maskz_loadu_epi16(some, w + j * ldw);
+        KEEP(weights[j]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++) {
+        __m512bh v = (__m512bh)_mm512_loadu_si512(x + i * ldx);
+        KEEP(v);
+#pragma GCC unroll 8
+        for (int j = 0; j < n; j++) sum[i * n + j] = _mm512_dpbf16_ps(sum[i * n + j], v, weights[j]);
+    }
+}
+
+INLINE void dot_tile(int m, int n, const uint16_t *x, long ldx, const char *w, long ldw, long K, float *y, long ldy,
+                     int add) {
+    vector sum[MOST_SUMS];
+#pragma GCC unroll 24
+    for (int i = 0; i < MOST_SUMS; i++) sum[i] = vall(0);
+    long k = 0;
+    for (; k + PAIRED <= K; k += PAIRED) {
+#pragma GCC unroll 8
+        for (int j = 0; j < n; j++) _mm_prefetch(w + (n + j) * ldw + 2 * k, _MM_HINT_T1);
+        dot_step(m, n, x + k, ldx, w + 2 * k, ldw, -1, sum);
+    }
+    if (k < K) dot_step(m, n, x + k, ldx, w + 2 * k, ldw, (1u << (K - k)) - 1, sum);
+    put(m, n, sum, y, ldy, add);
+}
+
+typedef void dot_rows_of_x(const uint16_t *x, long ldx, const char *w, long N, long ldw, long K, float *y, long ldy,
+                           int add);
+#define DOT_ROWS(m, n)                                                                                              \
+    static void dot_rows_##m(const uint16_t *x, long ldx, const char *w, long N, long ldw, long K, float *y,        \
+                             long ldy, int add) {                                                                   \
+        long j = 0;                                                                                                 \
+        for (; j + n <= N; j += n) dot_tile(m, n, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                    \
+        for (; j < N; j++) dot_tile(m, 1, x, ldx, w + j * ldw, ldw, K, y + j, ldy, add);                            \
+    }
+DOT_ROWS(1, 8) DOT_ROWS(2, 8) DOT_ROWS(3, 8) DOT_ROWS(4, 6) DOT_ROWS(5, 4) DOT_ROWS(6, 4) DOT_ROWS(7, 3) DOT_ROWS(8, 3)
+static dot_rows_of_x *const dot_rows[MOST_ROWS] = {dot_rows_1, dot_rows_2, dot_rows_3, dot_rows_4,
+                                                   dot_rows_5, dot_rows_6, dot_rows_7, dot_rows_8};
+
+static void round_rows(const float *x, long ldx, long M, long K, uint16_t *to, long ldto) {
+    for (long i = 0; i < M; i++, x += ldx, to += ldto)
+        for (long k = 0; k < K; k += PAIRED) {
+            const __m512 first = _mm512_maskz_loadu_ps(first_of_16(K - k), x + k);
+            const __m512 second = _mm512_maskz_loadu_ps(first_of_16(K - k - 16), x + k + 16);
+            _mm512_storeu_si512(to + k, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        }
+}
+
+static void multiply_rounded(const float *x, long ldx, long M, const char *w, long N, long K, float *y, long ldy,
+                             int add) {
+    uint16_t rounded[MOST_ROWS * K_BLOCK];
+    const long num_tiles = ceil_div(M, MOST_ROWS);
+    for (long k = 0; k < K; k += K_BLOCK) {
+        const long n = MIN(K_BLOCK, K - k);
+        for (long i = 0, first = 0, next; i < num_tiles; i++, first = next) {
+            next = M * (i + 1) / num_tiles;
+            round_rows(x + first * ldx + k, ldx, next - first, n, rounded, K_BLOCK);
+            dot_rows[next - first - 1](rounded, K_BLOCK, w + 2 * k, N, 2 * K, n, y + first * ldy, ldy, add || k > 0);
+        }
+    }
+}
+
+#endif
+
 void multiply(int type, const float *x, long ldx, long M, const char *w, long N, long K, float *y, long ldy, int add) {
+#ifdef DOT_PRODUCTS
+    if (type == BF16) return multiply_rounded(x, ldx, M, w, N, K, y, ldy, add);
+#endif
     const long size = bytes_of(type), num_blocks = ceil_div(K, K_BLOCK);
     const long block = (ceil_div(K, num_blocks) + AHEAD - 1) & -AHEAD; /* a tile of x stays in the first cache */
     float wide[type != F32 && M >= WORTH_WIDENING ? N * block : 1];    /* and these rows of w in the second */

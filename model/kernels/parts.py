@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.attention import HeadNorms
 from model.config import ModelConfig
-from model.kernels.library import Build, load, load_fastest
+from model.kernels.library import Build, load, load_fastest, load_fastest_rounding
 from model.kv_cache import PagedKVCache
 from model.moe import Expert
 from model.step_input import StepInput
@@ -35,9 +35,15 @@ SIGNATURES = {
 }
 
 
-def library(build: Build | None = None) -> tuple[Build, ctypes.CDLL]:
-    """The kernels of one build, else of the fastest that can run here; KernelsUnavailable if there are none."""
-    build, kernels = load_fastest() if build is None else (build, load(build))
+def library(build: Build | None = None, *, may_round: bool = False) -> tuple[Build, ctypes.CDLL]:
+    """The kernels of one build, else of the fastest that can run here; KernelsUnavailable if there are none.
+
+    `may_round`: activations to bfloat16, where the weights are.
+    """
+    if build is not None:
+        kernels = load(build)
+    else:
+        build, kernels = load_fastest_rounding() if may_round else load_fastest()
     for name, arguments in SIGNATURES.items():
         function = getattr(kernels, name)
         function.argtypes, function.restype = arguments, None

@@ -46,8 +46,6 @@ INLINE void split(__m512 first, __m512 second, __m512i *high, __m512i *low) {
     *low = (__m512i)_mm512_cvtne2ps_pbh(second, first);
 }
 
-INLINE __mmask16 first_of_16(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
-
 void pack(const float *const *x, long M, long K, char *to) {
     for (long k = 0; k < K; k += STEP, to += 2 * TILE) {
         const __mmask16 some = first_of_16(K - k), more = first_of_16(K - k - 16);
