@@ -28,7 +28,7 @@ _PRIOR_COUNT = 12.0  # drafts of its own after which a sequence counts as much a
 _LEAST_PRIOR_COUNT = 4.0  # the same, where there are no others
 _RATIO_COUNT = 4.0  # drafts that would stand by others', after which a sequence is taken to differ from them
 _NEIGHBOUR_COUNT = 2.0  # of a position: what the position before it says
-_NODE_FADE = 0.7  # of a node about which little is known, to the one before it
+_NODE_FADE, _NODE_NEIGHBOUR_COUNT = 0.7, 12.0  # a node's chance to the one before it: they fall smoothly
 _HIGHEST = 0.99
 _HOPE = 2.0  # standard errors
 _FIRST_SLOTS = 32
@@ -169,9 +169,10 @@ class AcceptanceBook:
 
         Where little was seen a position is like the one before it.
         """
-        weights = counts[0] + _NEIGHBOUR_COUNT
+        neighbour_count = np.where(self._is_tree, _NODE_NEIGHBOUR_COUNT, _NEIGHBOUR_COUNT)[:, None]
+        weights = counts[0] + neighbour_count
         rates: Floats = counts[1] / weights
-        inherited = _NEIGHBOUR_COUNT / weights
+        inherited = neighbour_count / weights
         before: float | Floats = _FIRST_ACCEPTANCE
         for position in range(rates.shape[-1]):
             rates[..., position] += inherited[..., position] * before

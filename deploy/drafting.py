@@ -110,7 +110,8 @@ def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
     if kind == "medusa":
         return DrafterPlan(kind, head.name, MedusaDrafter.num_layers, partial(_medusa, head), head.placed(model))
     _check_state_fits(len(head.card.taps) * model.hidden_size, config, model)
-    make = partial(_eagle, head, DraftShape(config.draft_shape))
+    shape = DraftShape.TREE if config.draft_shape == "auto" else DraftShape(config.draft_shape)
+    make = partial(_eagle, head, shape)
     return DrafterPlan(kind, head.name, EagleDrafter.num_layers, make, head.placed(model))
 
 

@@ -18,7 +18,7 @@ ROLES = ("prefill", "decode", "both")
 DRAFTERS = ("auto", "none", "ngram", "eagle", "eagle+ngram", "medusa", "medusa+ngram", "model", "model+ngram")
 VERIFICATIONS = ("block", "token", "coupled")
 DRAFT_LENGTHS = ("adaptive", "fixed")
-DRAFT_SHAPES = ("chain", "tree")
+DRAFT_SHAPES = ("auto", "chain", "tree")
 PORT, COUNT = click.IntRange(0, 65535), click.IntRange(0)
 DEFAULT_ROUTER = "127.0.0.1:8500"
 
@@ -171,8 +171,8 @@ worker_options = group_of(
     worker_setting(
         "--draft-shape",
         type=click.Choice(DRAFT_SHAPES),
-        default="chain",
-        help="tree: several guesses for a place, where the head is unsure. With EAGLE.",
+        default="auto",
+        help="tree: several guesses for a place, where the head is unsure. auto: with EAGLE, which alone can.",
     ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )
