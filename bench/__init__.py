@@ -1,3 +1,3 @@
 """Benchmarks: each prints a table for people and one JSON line last."""
 
-import model  # noqa: F401 - before torch
+import model  # noqa: F401 - sets what torch reads as it is loaded

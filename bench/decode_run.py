@@ -17,7 +17,7 @@ from decode.outbox import Outbox
 from decode.outlook import NOTHING, Outlook, OutlookOf
 from decode.scheduler import DecodeScheduler
 from model.block_pool import BlockPool
-from model.runner import Chunk, ModelRunner, SampledToken, StepOutput, VerifiedDraft
+from model.runner import Chunk, DraftingState, ModelRunner, SampledToken, StepOutput, VerifiedDraft
 from model.sampling_params import SamplingParams
 from model.sequence import Sequence as TokenSequence
 from model.torch_runner import TorchRunner
@@ -44,8 +44,8 @@ class DecodeStep:
         return self.num_sequences + sum(draft.num_drafted for draft in self.drafts)
 
     @property
-    def num_drafting_steps(self) -> int:
-        """Of the drafter, one behind the other; none for a look-up."""
+    def longest_draft(self) -> int:
+        """Tokens; look-ups are free, and left out."""
         return max((draft.num_asked for draft in self.drafts if not draft.is_free), default=0)
 
 
@@ -123,6 +123,21 @@ class PrefilledPrompts:
             self._prefilled[int(sequence.sequence_id)] = _Prefilled(sequence, drafting)
 
 
+class SaidOutlooks:
+    """An `OutlookOf` that remembers what it said last of each sequence."""
+
+    def __init__(self, outlook: OutlookOf) -> None:
+        self._outlook = outlook
+        self._said: dict[DraftingState, Outlook] = {}
+
+    def __call__(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
+        self._said[drafting] = self._outlook(drafting, token_ids)
+        return self._said[drafting]
+
+    def last(self, drafting: DraftingState) -> Outlook:
+        return self._said.get(drafting, NOTHING)
+
+
 class DecodeRun:
     """`steps` are those so far; `answers` the tokens of the sequences that ended, by how many were opened before, and
     after `close` as far as they came of all others."""
@@ -133,11 +148,11 @@ class DecodeRun:
         planner: DraftPlanner,
         prompts: PrefilledPrompts,
         batch: int,
-        outlook: OutlookOf | None = None,
+        outlooks: SaidOutlooks | None = None,
     ) -> None:
-        """`outlook` tells the grades of the drafts; without it they are all taken to be alike."""
+        """`outlooks` are those that the planner asks for; without them all drafts are taken to be alike."""
         self._runner = runner
-        self._outlook = outlook
+        self._outlooks = outlooks
         self._prompts = prompts
         self._batch = batch
         self._scheduler = DecodeScheduler(prompts.pool, max_running=batch, planner=planner)
@@ -180,7 +195,7 @@ class DecodeRun:
         chunks = [scheduled.chunk for scheduled in self._scheduler.schedule(MAX_STEP_TOKENS)]
         scheduled_s = time.perf_counter() - begin
         lengths = [len(chunk.history) for chunk in chunks]
-        outlooks = [self._offered(chunk) for chunk in chunks]  # not timed: the planner has asked the same before
+        outlooks = [NOTHING if self._outlooks is None else self._outlooks.last(chunk.drafting) for chunk in chunks]
         begin = time.perf_counter()
         output = self._runner.execute(chunks)
         self._scheduler.complete(output.sampled, output)
@@ -194,15 +209,10 @@ class DecodeRun:
             num_tokens=sum(emitted),
             num_context_tokens=sum(lengths),
             drafts=_drafts(chunks, output, emitted, outlooks),
-            num_distinct_experts=_distinct_experts(output),
+            num_distinct_experts=output.num_distinct_experts,
         )
         self._collect()
         return step
-
-    def _offered(self, chunk: Chunk) -> Outlook:
-        if self._outlook is None or not chunk.num_draft_tokens:
-            return NOTHING
-        return self._outlook(chunk.drafting, chunk.history)
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         """What would make figures of something else than a full batch that decodes."""
@@ -240,9 +250,3 @@ def _drafts(
                 )
             )
     return tuple(drafts)
-
-
-def _distinct_experts(output: StepOutput) -> float | None:
-    if not len(output.expert_load):
-        return None
-    return sum(sum(count > 0 for count in layer) for layer in output.expert_load) / len(output.expert_load)

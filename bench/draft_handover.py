@@ -1,8 +1,8 @@
 """Whether a drafter's cache and state arrive with a hand-over: then its drafts stand as often as without one.
 
-`python -m bench.draft_handover [--model NAME] [--drafter eagle] [--prompts DIR]`. A prefill and a decode worker answer
-the same prompts twice, greedy: handed over, and then with both roles on the decode worker. Prints a table, and one line
-of JSON last; exits with 1 if acceptance differs by more than 2 %.
+`python -m bench.draft_handover [--model NAME] [--drafter eagle] [--prompts DIR]`. Two clusters answer the same prompts,
+greedy: one hands them over from a prefill to a decode worker, in the other one worker does both. Prints a table, and
+one line of JSON last; exits with 1 if acceptance differs by more than 2 %.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protos.client import PdserveClient
 from protos.values import Sampling, Summary, Usage
 
 LARGEST_DIFFERENCE = 0.02  # relative
-MAX_PROMPT_TOKENS, MAX_CONTEXT = 384, 1024
+MAX_PROMPT_TOKENS, MAX_CONTEXT, NUM_BLOCKS = 384, 1024, 1000
 DRAFT_TOKENS = 3
 AT_ONCE = 8
 DEADLINE_S = 300.0
@@ -60,23 +60,25 @@ def chosen_prompts(folder: Path, tokenizer: Tokenizer, count: int) -> list[list[
     return mixed[:count]
 
 
-async def measure(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]], console: Console) -> dict[str, Run]:
+async def measure(
+    model: str, drafter: str, prompts: Sequence[Sequence[int]], max_tokens: int, console: Console
+) -> dict[str, Run]:
     config = ClusterConfig(
-        model=arguments.model,
+        model=model,
         num_decode=1,
         num_threads=1,
         worker_arguments=(
-            *("--drafter", arguments.drafter, "--draft-length", "fixed", "--max-draft-tokens", str(DRAFT_TOKENS)),
-            *("--num-blocks", str(MAX_CONTEXT), "--max-context", str(MAX_CONTEXT)),
+            *("--drafter", drafter, "--draft-length", "fixed", "--max-draft-tokens", str(DRAFT_TOKENS)),
+            *("--num-blocks", str(NUM_BLOCKS), "--max-context", str(MAX_CONTEXT)),
         ),
     )
     runs = {}
-    async with LocalCluster(config) as cluster, PdserveClient(cluster.router_address) as client:
-        for name in ("handed over", "colocated"):
+    for name in ("handed over", "colocated"):  # a cluster each: nothing is left of the other run in a prefix cache
+        async with LocalCluster(config) as cluster, PdserveClient(cluster.router_address) as client:
             if name == "colocated":
                 await client.set_role("decode-0", "both")
                 await client.set_role("prefill-0", "decode")
-            runs[name] = await _ask_all(client, prompts, arguments.max_tokens, console, name)
+            runs[name] = await _ask_all(client, prompts, max_tokens, console, name)
     return runs
 
 
@@ -121,7 +123,7 @@ def report(runs: dict[str, Run], console: Console) -> float:
     alike = sum(a == b for a, b in zip(handed_over.answers, colocated.answers, strict=True))
     console.print(f"{alike} of {len(colocated.answers)} answers are the same", highlight=False)
     if not handed_over.num_received or colocated.num_received:
-        raise RuntimeError("the answers were not handed over, or all of them were")
+        raise RuntimeError("nothing was handed over in the first run, or something was in the second")
     return abs(handed_over.acceptance / colocated.acceptance - 1.0) if colocated.acceptance else 1.0
 
 
@@ -133,7 +135,7 @@ def main() -> None:
         prompts = chosen_prompts(arguments.prompts, tokenizer, arguments.num_prompts)
     except (ModelUnavailable, PromptsUnusable) as error:
         raise SystemExit(f"bench.draft_handover: {error}") from None
-    runs = asyncio.run(measure(arguments, prompts, progress))
+    runs = asyncio.run(measure(arguments.model, arguments.drafter, prompts, arguments.max_tokens, progress))
     difference = report(runs, console)
     figures = {name.replace(" ", "_"): round(run.acceptance, 4) for name, run in runs.items()}
     told = {"bench": "draft_handover", "prompts": len(prompts), **figures, "difference": round(difference, 4)}

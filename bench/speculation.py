@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.decode_run import SaidOutlooks
 from bench.drafters import DRAFTERS, plan_drafter
 from bench.prompt_sets import OWN, SETS, PromptsUnusable, conversations, read_sets
 from bench.roofline import WeightBytes, memory_bandwidth
@@ -53,7 +54,7 @@ LEAVING_SECONDS = 11.0  # of those, to start Python and to print
 FULL_CELL_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     batches: Sequence[int]
     sets: Mapping[str, list[str]]  # prompts
@@ -101,14 +102,16 @@ class Bench:
         plans = []
         for kind in self._grid.drafters:
             try:
-                plans.append(
-                    plan_drafter(
-                        kind, MODELS.get(model, ""), folder, self._grid.heads, self.max_context, self._grid.shape
-                    )
-                )
+                plans.append(self._plan(kind, MODELS.get(model, ""), folder))
             except ValueError as error:
                 self._console.print(f"{model}, {kind}: left out, {error}", highlight=False)
         return plans
+
+    def _plan(self, kind: str, model: str, folder: Path) -> DrafterPlan:
+        grid = self._grid
+        return plan_drafter(
+            kind, model, folder, heads=grid.heads, max_context_tokens=self.max_context, shape=grid.shape
+        )
 
     def _conversations(self, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
         return {name: conversations(texts, tokenizer, MAX_PROMPT_TOKENS) for name, texts in self._grid.sets.items()}
@@ -130,11 +133,12 @@ class Bench:
 
     def _contest(self, plan: DrafterPlan, target: TorchRunner, sampling: SamplingParams) -> Contest:
         config = target.config
-        routing = Routing(config.num_experts, config.num_experts_per_token) if config.num_experts else None
+        routing = Routing.of(config)
         policy = DraftPolicy(LONGEST_DRAFT, None if routing is None else ExpertCoverage(routing))
         runner = SpeculativeRunner(target, plan.make(target, Method.BLOCK), Method.BLOCK)
-        adaptive = AdaptiveDrafts(policy, LONGEST_DRAFT, self.max_context, runner.outlook)
-        return Contest(target, runner, adaptive, self._grid.lengths, self.max_context, sampling)
+        outlooks = SaidOutlooks(runner.outlook)
+        adaptive = AdaptiveDrafts(policy, LONGEST_DRAFT, self.max_context, outlooks)
+        return Contest(target, runner, adaptive, outlooks, self._grid.lengths, self.max_context, sampling)
 
     def _effort(self, num_cells_left: int) -> Effort:
         if self._ends_at is None:
@@ -160,8 +164,8 @@ def report(cells: Sequence[Cell], folders: Mapping[str, Path], lengths: Sequence
         console.print(f"\n{model}", style="bold")
         console.print(speed_table(of_model, lengths))
         console.print(acceptance_table(of_model, lengths))
-        if config.num_experts:
-            routing = Routing(config.num_experts, config.num_experts_per_token)
+        routing = Routing.of(config)
+        if routing is not None:
             console.print(expert_table(of_model, lengths, routing))
         weights = WeightBytes.of(folders[model])
         console.print(roofline_line(weights, bandwidth, of_model), highlight=False)
@@ -182,14 +186,14 @@ def main() -> None:
     if quick:
         effort = Effort(0.0, least_rounds=2, warm_up_tokens=24)
     grid = Grid(
-        arguments.batches,
-        sets,
-        arguments.drafters,
-        arguments.lengths,
-        arguments.max_tokens,
-        effort,
-        heads,
-        arguments.draft_shape,
+        batches=arguments.batches,
+        sets=sets,
+        drafters=arguments.drafters,
+        lengths=arguments.lengths,
+        max_tokens=arguments.max_tokens,
+        effort=effort,
+        heads=heads,
+        shape=arguments.draft_shape,
     )
     ends_at = started + QUICK_SECONDS - LEAVING_SECONDS if quick else None
     bench = Bench(grid, progress, ends_at)

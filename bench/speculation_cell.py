@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.decode_run import DecodeRun, DecodeStep, PrefilledPrompts
+from bench.decode_run import DecodeRun, DecodeStep, PrefilledPrompts, SaidOutlooks
 from bench.speculation_figures import (
     Figures,
     acceptance_of,
@@ -52,6 +52,7 @@ class Contest:
     target: TorchRunner
     drafting: SpeculativeRunner
     adaptive: AdaptiveDrafts
+    outlooks: SaidOutlooks  # of `drafting`, as `adaptive` asks for them
     lengths: Sequence[int]
     max_context_tokens: int
     sampling: SamplingParams
@@ -62,7 +63,7 @@ class Contest:
         pool = BlockPool(self.target.num_blocks)
         prefilled = PrefilledPrompts(self.target, self.drafting, pool, prompts, self.sampling)
         if warm_up:
-            run = DecodeRun(self.drafting, self.adaptive, prefilled, batch, self.drafting.outlook)
+            run = DecodeRun(self.drafting, self.adaptive, prefilled, batch, self.outlooks)
             run.advance(effort.warm_up_tokens * batch)
             run.close()
         runs = self._runs(prefilled, batch)
@@ -86,14 +87,14 @@ class Contest:
     def _runs(self, prompts: PrefilledPrompts, batch: int) -> dict[int, DecodeRun]:
         runs = {OFF: DecodeRun(self.target, NoDrafts(), prompts, batch)}
         for count in self.lengths:
-            planner = FixedDrafts(count, self.max_context_tokens, self.drafting.outlook)
-            runs[count] = DecodeRun(self.drafting, planner, prompts, batch, self.drafting.outlook)
-        runs[ADAPTIVE] = DecodeRun(self.drafting, self.adaptive, prompts, batch, self.drafting.outlook)
+            planner = FixedDrafts(count, self.max_context_tokens, self.outlooks)
+            runs[count] = DecodeRun(self.drafting, planner, prompts, batch, self.outlooks)
+        runs[ADAPTIVE] = DecodeRun(self.drafting, self.adaptive, prompts, batch, self.outlooks)
         return runs
 
     def _figures(self, steps: dict[int, list[DecodeStep]], alike: float) -> Figures:
         config = self.target.config
-        routing = Routing(config.num_experts, config.num_experts_per_token) if config.num_experts else None
+        routing = Routing.of(config)
         every = [step for run in steps.values() for step in run]
         fixed = {count: steps[count] for count in self.lengths}  # the adaptive run chose where to draft
         acceptance = acceptance_of([step for run in fixed.values() for step in run], LONGEST_DRAFT)

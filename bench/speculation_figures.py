@@ -107,8 +107,8 @@ def _ratios(counts: NDArray[np.float64]) -> tuple[float | None, ...]:
 
 def draft_cost(steps: Iterable[DecodeStep], plain_step_s: float) -> float:
     """c: a draft of every sequence that drafts, in plain steps; 0 where all are looked up."""
-    drafting = [step for step in steps if step.num_drafting_steps]
-    num_drafts = sum(step.num_drafting_steps for step in drafting)
+    drafting = [step for step in steps if step.longest_draft]
+    num_drafts = sum(step.longest_draft for step in drafting)
     return sum(step.draft_s for step in drafting) / num_drafts / plain_step_s if num_drafts else 0.0
 
 
@@ -172,7 +172,7 @@ def predicted_speedups(
 def _shape(step: DecodeStep) -> StepShape:
     num_made = sum(draft.num_asked for draft in step.drafts if not draft.is_free)
     num_drafted = step.num_rows - step.num_sequences
-    return StepShape(step.num_sequences, step.num_context_tokens, num_drafted, num_made, step.num_drafting_steps)
+    return StepShape(step.num_sequences, step.num_context_tokens, num_drafted, num_made, step.longest_draft)
 
 
 def _interleaved(runs: Sequence[Sequence[DecodeStep]]) -> list[DecodeStep]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from model.config import ModelConfig
+
 _FIRST_BETA = 0.75  # fits published measurements of a model with 256 experts
 _FIRST_INFORMATION = 25.0  # 1 / variance of the guess: +-0.2
 _MOST_INFORMATION = 2500.0  # a bound on what is remembered, and so on how slowly beta follows a new kind of text
@@ -25,6 +27,11 @@ class Routing:
 
     num_experts: int
     num_chosen: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Routing | None:
+        """None for a dense model."""
+        return cls(config.num_experts, config.num_experts_per_token) if config.num_experts else None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_chosen <= self.num_experts:

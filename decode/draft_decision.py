@@ -46,6 +46,7 @@ class DraftDecision:
     best_s: float = math.nan
     expected_draft_s: float = math.nan  # of `expected_s`, the drafter's part
     draft_cost: float = math.nan  # of one draft more: in tokens that the fastest choice emits in the time it takes
+    free_draft_cost: float = math.nan  # the same if the drafter has it for nothing
 
     @property
     def expected_speedup(self) -> float:

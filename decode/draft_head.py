@@ -80,12 +80,17 @@ class DraftHead:
     vocabulary: Tensor | None
 
     @classmethod
-    def load(cls, folder: Path, kind: str, config: ModelConfig, model_digest: str) -> DraftHead:
-        """Raises HeadUnusable: not there, of another kind, for another model, or tensors missing or misshapen."""
+    def load(cls, folder: Path, kind: str, config: ModelConfig, model_digest: str | None) -> DraftHead:
+        """`model_digest` of the target; None for whichever it fits by its shapes.
+
+        Raises:
+            HeadUnusable: not there, of another kind, for another model, or tensors missing or misshapen.
+        """
         card = HeadCard.read(folder)
         if card.kind != kind:
             raise HeadUnusable(f"the draft head in {folder} is of kind {card.kind!r}, not {kind!r}")
-        card.check_target(folder, model_digest)
+        if model_digest is not None:
+            card.check_target(folder, model_digest)
         card.check_taps(folder, config.num_layers)
         path = folder / WEIGHTS
         try:

@@ -77,9 +77,7 @@ class LayerDrafter:
 
     num_layers = 1
 
-    def __init__(
-        self, target: TorchRunner, layer: DraftLayer, method: Method, shape: DraftShape = DraftShape.CHAIN
-    ) -> None:
+    def __init__(self, target: TorchRunner, layer: DraftLayer, method: Method, shape: DraftShape) -> None:
         self.name = layer.name
         self.taps = layer.taps
         self._layer = layer

@@ -58,8 +58,8 @@ class DraftMeter:
         return _ratio(sums.num_tokens, self._num_sequences)
 
     def draft_cost(self, sums: Sums) -> float:
-        """Of one draft, in plain steps: c of the literature."""
-        return _ratio(sums.draft_s, self._drafts_s)
+        """Of one draft, in plain steps: c of the literature. 0 where all are free."""
+        return 0.0 if self._num_steps and not self._drafts_s else _ratio(sums.draft_s, self._drafts_s)
 
     def verify_cost(self, sums: Sums) -> float:
         """Of the step that verifies, in plain steps."""

@@ -1,9 +1,10 @@
 """What a step could draft, and what each way would bring: expected tokens over predicted time.
 
-For each number of steps that the drafter may take (the cap; free drafts take none) the most likely drafts come first. A
-draft is never likelier than the one before it in its sequence, so that each prefix of that list is possible, and it is
-the best choice of its size; time depends on size and cap only. So the best prefix over all caps is the best of all
-choices, as far as forecasts go. Letters: B sequences, K positions, C caps 0 to K, M drafts that are possible.
+For each length that drafts may have at most (the cap, which free drafts need not keep to) the most likely drafts come
+first. A draft is never likelier than the one before it in its sequence, so that each prefix of that list is possible,
+and it is the best choice of its size; time depends on size and cap only, but for the little that the drafter takes for
+each token that is not free. So the best prefix over all caps is the best of all choices, as far as forecasts go.
+Letters: B sequences, K positions, C caps 0 to K, M drafts that are possible.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class DraftOptions:
     rates: Floats  # tokens per second
     num_drafts: NDArray[np.intp]  # an index into the forecast
     _owners: NDArray[np.intp]  # [M], sequence of each draft
-    _steps: NDArray[np.intp]  # [M], of the drafter, to have it
+    _least_caps: NDArray[np.intp]  # [M], under which each may be had
     _num_sequences: int
 
     @property
@@ -44,7 +45,7 @@ class DraftOptions:
     def draft_lengths(self, choice: Choice) -> list[int]:
         """Drafts per sequence, [B]."""
         cap, prefix = choice
-        owners = self._owners[:prefix][self._steps[:prefix] <= cap]
+        owners = self._owners[:prefix][self._least_caps[:prefix] <= cap]
         lengths: list[int] = np.bincount(owners, minlength=self._num_sequences).tolist()
         return lengths
 
@@ -64,10 +65,10 @@ def weigh(
     order = np.argsort(-likely, kind="stable")  # of equals, the one before comes first
     owners, positions = owners[order], positions[order]
     is_free = np.array(are_free, dtype=np.bool_)[owners]
-    steps = np.where(is_free, 0, positions + 1)
-    caps = np.arange(int(steps.max(initial=0)) + 1)
+    least_caps = np.where(is_free, 0, positions + 1)
+    caps = np.arange(int(least_caps.max(initial=0)) + 1)
     taken = np.zeros((len(caps), len(order) + 1), dtype=np.bool_)
-    taken[:, 1:] = steps <= caps[:, None]
+    taken[:, 1:] = least_caps <= caps[:, None]
     gains = np.zeros(len(order) + 1)
     gains[1:] = likely[order]
     num_tokens = num_sequences + np.cumsum(taken * gains, axis=1)
@@ -79,4 +80,4 @@ def weigh(
     rates = num_tokens / seconds
     if num_spare_tokens < len(order):
         rates[num_drafts > num_spare_tokens] = 0.0
-    return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, steps, num_sequences)
+    return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, least_caps, num_sequences)

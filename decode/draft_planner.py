@@ -119,7 +119,7 @@ class AdaptiveDrafts:
             drafts=tuple(draft for draft in drafts if draft is not None),
             verify_s=0.0 if was_mixed else output.compute_s - output.draft_s,
             draft_s=output.draft_s,
-            num_distinct_experts=None if was_mixed else _distinct_experts(output),
+            num_distinct_experts=None if was_mixed else output.num_distinct_experts,
         )
         self._measure(step)
         self.policy.observe(self._decision, step)
@@ -177,10 +177,3 @@ def demand_of(decoding: DecodeSequence, longest_draft: int, max_context_tokens: 
     most = most_drafts(decoding, longest_draft, max_context_tokens)
     offered = outlook(sequence.drafting, sequence.token_ids) if most else NOTHING
     return DraftDemand(sequence.sequence_id, most, offered)
-
-
-def _distinct_experts(output: StepOutput) -> float | None:
-    """Per layer, on average."""
-    if not len(output.expert_load):
-        return None
-    return sum(sum(count > 0 for count in layer) for layer in output.expert_load) / len(output.expert_load)

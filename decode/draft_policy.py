@@ -9,7 +9,7 @@ never on what the target says in this one, so the output keeps its law.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from decode.acceptance import AcceptanceBook, DraftOutcome
@@ -72,10 +72,11 @@ class DraftPolicy:
             if any(hoped) and self._may_lose(options, best, seconds, chances.expected_tokens(hoped)):
                 lengths, reason = hoped, DraftReason.TRY_DRAFTS
         probed_ids: tuple[str, ...] = ()
+        costs = _draft_costs(options, best, forecast)
         if reason in (DraftReason.FASTEST, DraftReason.PLAIN_FASTEST):
             self._cap = best[0]
             num_spare = min(num_spare_tokens - sum(lengths), self._settings.most_probes)
-            probed_ids = self._probe(demands, limits, lengths, num_spare, _draft_cost(options, best))
+            probed_ids = self._probe(demands, limits, lengths, num_spare, costs)
         if probed_ids and reason is DraftReason.PLAIN_FASTEST:
             reason = DraftReason.PROBE
         asked = [length for length, is_free in zip(lengths, are_free, strict=True) if not is_free]
@@ -90,7 +91,8 @@ class DraftPolicy:
             best_num_tokens=float(options.num_tokens[best]),
             best_s=float(options.seconds[best]),
             expected_draft_s=draft_s,
-            draft_cost=_draft_cost(options, best),
+            draft_cost=costs[False],
+            free_draft_cost=costs[True],
         )
 
     def observe(self, decision: DraftDecision, outcome: StepOutcome) -> None:
@@ -162,18 +164,18 @@ class DraftPolicy:
         limits: Sequence[int],
         lengths: list[int],
         num_spare: int,
-        draft_cost: float,
+        costs: Mapping[bool, float],
     ) -> tuple[str, ...]:
-        """Gives one draft to sequences that could have some and have none, at most to `num_spare`; changes `lengths`.
-
-        `draft_cost`: see `DraftDecision`.
-        """
+        """Gives a draft to sequences that could have some and have none, at most to `num_spare`; changes `lengths`."""
+        spent = 0.0
         probed_ids: list[str] = []
         for index, (demand, limit) in enumerate(zip(demands, limits, strict=True)):
             if lengths[index] or not limit or len(probed_ids) >= num_spare:
                 continue
             is_due = self._probes.is_due(demand.sequence_id, demand.outlook.grade, self._step)
-            if is_due and self._budget.allows((len(probed_ids) + 1) * draft_cost / len(demands)):
+            cost = costs[demand.outlook.is_free] / len(demands)
+            if is_due and self._budget.allows(spent + cost):
+                spent += cost
                 lengths[index] = 1
                 probed_ids.append(demand.sequence_id)
         return tuple(probed_ids)
@@ -181,17 +183,21 @@ class DraftPolicy:
     def _note_drafts(self, decision: DraftDecision, drafts: Sequence[DraftOutcome]) -> None:
         for draft in drafts:
             if draft.sequence_id in decision.probed_ids:
-                self._budget.spend((decision.draft_cost - draft.num_accepted) / decision.best_num_tokens)
+                cost = decision.free_draft_cost if draft.is_free else decision.draft_cost
+                self._budget.spend((cost - draft.num_accepted) / decision.best_num_tokens)
                 self._probes.probed(draft.sequence_id, draft.grade, self._step, accepted=draft.num_accepted > 0)
             elif draft.num_asked:
                 self._probes.drafted(draft.sequence_id, draft.grade, self._step)
 
 
-def _draft_cost(options: DraftOptions, best: Choice) -> float:
-    """Of one more, in tokens that the best choice emits meanwhile: the chance from which it is worth it."""
-    cap = min(max(best[0], 1), len(options.seconds) - 1)
-    column = min(best[1] + 1, options.seconds.shape[1] - 1)
-    return max(0.0, float((options.seconds[cap, column] - options.seconds[best]) * options.rates[best]))
+def _draft_costs(options: DraftOptions, best: Choice, forecast: StepForecast) -> dict[bool, float]:
+    """Of one draft more, free or not, in tokens that the best choice emits meanwhile: the chance it has to have."""
+    cap, num_drafts = best[0], int(options.num_drafts[best])
+    verify_s = forecast.verify_s[min(num_drafts + 1, len(forecast.verify_s) - 1)] - forecast.verify_s[num_drafts]
+    longer = max(cap, 1)
+    draft_s = forecast.draft_s[longer] + forecast.draft_token_s[longer] - forecast.draft_s[cap]
+    rate = options.rates[best]
+    return {True: max(0.0, float(verify_s * rate)), False: max(0.0, float((verify_s + draft_s) * rate))}
 
 
 def _loss(decision: DraftDecision, outcome: StepOutcome, num_tokens: float) -> float:

@@ -19,9 +19,7 @@ from model.torch_runner import TorchRunner
 
 
 class EagleDrafter(LayerDrafter):
-    def __init__(
-        self, target: TorchRunner, head: DraftHead, method: Method, shape: DraftShape = DraftShape.CHAIN
-    ) -> None:
+    def __init__(self, target: TorchRunner, head: DraftHead, method: Method, shape: DraftShape) -> None:
         super().__init__(target, EagleLayer(target, head), method, shape)
 
 

@@ -23,8 +23,12 @@ TRUSTED_GRADE = 1  # of a look-up, from which on it goes first: the other drafte
 
 @dataclass(slots=True)
 class LookupFirstState:
+    """`repeats`: what was said of the sequence when it had so many tokens. The index may know more of it by now, but
+    how much to draft was decided by what it knew then."""
+
     lookup: DraftingState = field(default_factory=DraftingState)
     other: DraftingState = field(default_factory=DraftingState)
+    repeats: tuple[int, bool] = (0, False)
 
 
 class LookupFirst:
@@ -40,6 +44,7 @@ class LookupFirst:
     def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
         state = _state(drafting)
         lookup = self._lookup.outlook(state.lookup, token_ids)
+        state.repeats = len(token_ids), _is_trusted(lookup)
         return lookup if _is_trusted(lookup) else self._other.outlook(state.other, token_ids)
 
     def propose(self, chunks: Sequence[Chunk]) -> list[Draft]:
@@ -53,7 +58,10 @@ class LookupFirst:
         return [next(found) if is_so else next(made) for is_so in repeats]
 
     def _repeats(self, chunk: Chunk) -> bool:
-        return _is_trusted(self._lookup.outlook(_state(chunk.drafting).lookup, chunk.history))
+        num_tokens, repeats = _state(chunk.drafting).repeats
+        if num_tokens != len(chunk.history):  # nobody has asked
+            return _is_trusted(self._lookup.outlook(_state(chunk.drafting).lookup, chunk.history))
+        return repeats
 
     def observe(self, observed: Sequence[Observed], output: ForwardOutput) -> None:
         self._lookup.observe([replace(seen, chunk=_for_lookup(seen.chunk)) for seen in observed], output)

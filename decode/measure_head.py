@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from decode.decoding import DecodeSequence
+from decode.draft import DraftShape
 from decode.draft_head import CARD, DraftHead, HeadCard
 from decode.draft_planner import FixedDrafts
 from decode.drafter import Drafter
@@ -77,12 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     digest = model_digest(folder)
     card = HeadCard.read(given.head)
     config = ModelConfig.from_folder(folder)
-    known = digest if digest in card.targets.values() else next(iter(card.targets.values()), digest)
-    head = DraftHead.load(given.head, card.kind, config, known)
+    head = DraftHead.load(given.head, card.kind, config, model_digest=None)
     _add_target(given.head, given.model, digest)  # not before it is known to fit
-    make = EagleDrafter if card.kind == "eagle" else MedusaDrafter
-    target = TorchRunner.load(folder, num_blocks=NUM_BLOCKS, num_draft_layers=make.num_layers, drafter=head.name)
-    drafter: Drafter = make(target, head, Method.BLOCK)
+    is_eagle = card.kind == "eagle"
+    num_layers = EagleDrafter.num_layers if is_eagle else MedusaDrafter.num_layers
+    target = TorchRunner.load(folder, num_blocks=NUM_BLOCKS, num_draft_layers=num_layers, drafter=head.name)
+    drafter: Drafter
+    if is_eagle:
+        drafter = EagleDrafter(target, head, Method.BLOCK, DraftShape.CHAIN)  # chains are what positions are counted of
+    else:
+        drafter = MedusaDrafter(target, head, Method.BLOCK)
     runner = SpeculativeRunner(target, drafter, Method.BLOCK)
     tokenizer = Tokenizer.load(folder)
     sampling = SamplingParams(max_tokens=given.max_tokens, temperature=0.0, stop_token_ids=tokenizer.eos_token_ids)

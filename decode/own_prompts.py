@@ -53,9 +53,8 @@ def write_prompts(
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     prompts: dict[str, None] = {}
-    begun = start_of_user_turn(tokenizer)
-    begun_with = [[*begun, *tokenizer.encode(beginning)] for beginning in beginnings]
-    asked = [(begun_with[index % len(beginnings)], _sampling(index, tokenizer)) for index in range(count)]
+    begun = [start_of_user_turn(tokenizer, beginning) for beginning in beginnings]
+    asked = [(begun[index % len(beginnings)], _sampling(index, tokenizer)) for index in range(count)]
     num_done = 0
 
     def ended(index: int, decoding: DecodeSequence) -> None:
@@ -63,9 +62,11 @@ def write_prompts(
         num_done += 1
         progress(num_done)
         sequence = decoding.sequence
-        written = [token for token in sequence.token_ids[len(begun) :] if token not in tokenizer.eos_token_ids]
+        start, beginning = begun[index % len(beginnings)], beginnings[index % len(beginnings)]
+        written = [token for token in sequence.token_ids[len(start) :] if token not in tokenizer.eos_token_ids]
         if sequence.finish_reason is FinishReason.STOP and len(written) in PROMPT_TOKENS:
-            prompts[tokenizer.decode(written)] = None
+            text = tokenizer.decode([*start, *written])  # by themselves the first of them may lose a space
+            prompts[beginning + text[len(tokenizer.decode(start)) :]] = None
 
     asyncio.run(answer(runner, asked, ended))
     if not prompts:
@@ -75,13 +76,13 @@ def write_prompts(
     partial.replace(path)
 
 
-def start_of_user_turn(tokenizer: Tokenizer) -> list[int]:
-    """A conversation up to where the user's first message begins. Raises NoPrompts, see `write_prompts`."""
+def start_of_user_turn(tokenizer: Tokenizer, beginning: str = "") -> list[int]:
+    """A conversation up to where the user's first message goes on. Raises NoPrompts, see `write_prompts`."""
     marker = "(the message)"
     rendered = tokenizer.render_chat([ChatMessage("user", marker)])
     if marker not in rendered:
         raise NoPrompts("the chat template does not render messages as they are, so the model cannot write prompts")
-    return tokenizer.encode(rendered[: rendered.index(marker)])
+    return tokenizer.encode_rendered(rendered[: rendered.index(marker)] + beginning)
 
 
 def _sampling(index: int, tokenizer: Tokenizer) -> SamplingParams:

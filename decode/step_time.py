@@ -27,7 +27,8 @@ _DRIFT_NOISES = 2.6  # median error of so many steps, in noise, that shows the m
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step without prefill did. `longest_draft` and `num_asked_tokens`: as asked of the drafter."""
+    """What a step without prefill did. `longest_draft` and `num_asked_tokens`: as asked of the drafter, without drafts
+    that are free (see `decode.outlook`)."""
 
     num_sequences: int
     num_context_tokens: int
@@ -41,7 +42,7 @@ class StepForecast:
     """By number of drafts and length of the longest. `num_seen[D]`: steps like it that were measured, old ones less."""
 
     verify_s: Floats  # [D + 1], never falling
-    draft_s: Floats  # [K + 1], never falling: of the drafter's steps
+    draft_s: Floats  # [K + 1], never falling: of the drafter
     draft_token_s: Floats  # [K + 1]: beside that, of each token
     num_seen: Floats  # [D + 1]
     noise: float  # of one step, relative

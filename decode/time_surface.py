@@ -14,10 +14,10 @@ Floats = NDArray[np.float64]
 
 _MOST_COUNT = 64.0  # a cell's mean is over about so many steps
 _STALE_STEPS = 1000.0  # a cell not seen for so long counts half
-_FIRST_COUNT = 0.5  # of a cell's first step, which often is slower than those to come
+_FIRST_SHARE = 0.5  # that a cell's first step counts, which often is slower than those to come
 _SETTLED = 12.0  # steps after which a cell's mean says what to expect
 _CLIP = 4.0  # in noise: a step that was disturbed counts as if it had been this much slower
-_UNSETTLED_CLIP = 2.0  # the same in a cell's first steps, in means
+_FEW, _UNSETTLED_CLIP = 4.0, 2.0  # the same from a cell's fifth step on, in means: the first may be odd themselves
 _DROP = 0.33  # a new cell's mean is forgotten if a step took so much less, and as many noises: its first one was odd
 _DROP_NOISES = 5.0
 _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.02
@@ -51,13 +51,12 @@ class TimeSurface:
         if settled:
             self.noise += _NOISE_RATE * (max(_LEAST_NOISE, min(abs(error), _CLIP * self.noise)) - self.noise)
             seconds = min(seconds, mean + _CLIP * self.noise * max(mean, self._floor_s))
-        elif count and error < -max(_DROP, _DROP_NOISES * self.noise):
+        elif error < -max(_DROP, _DROP_NOISES * self.noise):
             count = 0.0
-        elif count:
+        elif count >= _FEW:
             seconds = min(seconds, _UNSETTLED_CLIP * mean)
-        count = min(count + 1.0, _MOST_COUNT) if count else _FIRST_COUNT
-        self._counts[group, cell] = count
-        share = 1.0 if count == _FIRST_COUNT else 1.0 / count
+        share = 1.0 / (count + _FIRST_SHARE) if count else 1.0
+        self._counts[group, cell] = min(count + 1.0, _MOST_COUNT)
         self._means[group, cell] += (seconds - mean) * share
         self._features[group, cell] += (features - self._features[group, cell]) * share
         self._seen_at[group, cell] = self._num_steps

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from decode.draft_head import CARD, WEIGHTS, DraftHead, HeadCard, HeadUnusable
-from decode.eagle_training import Batch, EagleModule, eagle_losses
+from decode.eagle_training import EagleModule, eagle_losses
 from decode.generations import Generation, NoPrompts
 from decode.head_data import HeadData
 from decode.head_training import CheckpointMismatch, Losses, Progress, TrainingOptions, held_out, train
@@ -37,18 +37,18 @@ from model.model_source import ModelUnavailable, resolve_model
 from model.tokenizer import Tokenizer
 from model.torch_runner import TorchRunner
 
-NUM_BLOCKS = 4096
+NUM_BLOCKS = 6144
 HELD_OUT_EVERY = 20  # generations: each so-manieth is never trained on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     kind: str
     model: str
     answers: AnswerOptions
     output: Path
     begin_with: Path | None  # a head whose weights are gone on from
-    num_drafted_tokens: int  # size of the draft vocabulary
+    draft_vocab_size: int
     intermediate_size: int
     num_heads: int
     passes: int
@@ -69,18 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(job: Job, folder: Path, console: Console) -> None:
+    config = ModelConfig.from_folder(folder)
+    taps = (2, config.num_layers // 2, config.num_layers - 3)
+    module = _module(job, config, len(taps))
+    before = begin_with(job.begin_with, job.kind, taps, config, module) if job.begin_with else None
     runner = TorchRunner.load(folder, num_blocks=NUM_BLOCKS)
     work = job.answers.work
     stage = partial(Ticker, console)
     generations = collect_answers(job.answers, runner, Tokenizer.load(folder), lambda what: stage(what).tell)
-    config = runner.config
-    taps = (2, config.num_layers // 2, config.num_layers - 3)
     data = HeadData(work, generations, config.hidden_size, len(taps))
     clock = stage("hidden states")
     data.compute(runner, taps, lambda done: clock.tell(done, len(generations)))
-    vocabulary = draft_vocabulary(generations, config.vocab_size, job.num_drafted_tokens)
-    module, losses = _module(job, runner, vocabulary, len(taps))
-    before = begin_with(job.begin_with, job.kind, taps, config, module) if job.begin_with else None
+    vocabulary = draft_vocabulary(generations, config.vocab_size, job.draft_vocab_size)
+    losses = _losses(job, module, runner, vocabulary)
     indexes = range(len(generations))
     held = [index for index in indexes if index % HELD_OUT_EVERY == 0]
     learning = [index for index in indexes if index % HELD_OUT_EVERY]
@@ -91,8 +92,9 @@ def _run(job: Job, folder: Path, console: Console) -> None:
         "taps": str(taps),
         "draft vocabulary": hashlib.sha256(vocabulary.numpy().tobytes()).hexdigest(),
         "passes": job.passes,
-        "begun with": "nothing" if before is None else before.name,
     }
+    if before is not None:
+        inputs["begun with"] = before.name
     checkpoint = work / f"{job.kind}.pt"
     train(module, losses, data, learning, job.training, checkpoint, teller.tell, inputs)
     final = held_out(losses, data, held, job.training)
@@ -109,34 +111,37 @@ def draft_vocabulary(generations: Sequence[Generation], vocab_size: int, size: i
     return torch.tensor(sorted(chosen))
 
 
-def _module(job: Job, runner: TorchRunner, vocabulary: Tensor, num_taps: int) -> tuple[nn.Module, Losses]:
-    config = runner.config
-    embedding = runner.model.embedding.bfloat16()
-    head = runner.model.head_weight[vocabulary].bfloat16()
-    in_draft = torch.full((config.vocab_size,), -1)
-    in_draft[vocabulary] = torch.arange(len(vocabulary))
+def _module(job: Job, config: ModelConfig, num_taps: int) -> nn.Module:
     torch.manual_seed(job.training.seed)
     if job.kind == "medusa":
-        medusa = MedusaModule(config.hidden_size, job.num_heads)
-        return medusa, lambda batch: medusa_losses(medusa, batch, head, in_draft)
-    eagle = EagleModule(config, num_taps, job.intermediate_size)
+        return MedusaModule(config.hidden_size, job.num_heads)
+    return EagleModule(config, num_taps, job.intermediate_size)
 
-    def losses(batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        return eagle_losses(eagle, batch, embedding, head, in_draft, job.passes)
 
-    return eagle, losses
+def _losses(job: Job, module: nn.Module, runner: TorchRunner, vocabulary: Tensor) -> Losses:
+    embedding = runner.model.embedding.bfloat16()
+    head = runner.model.head_weight[vocabulary].bfloat16()
+    in_draft = torch.full((runner.config.vocab_size,), -1)
+    in_draft[vocabulary] = torch.arange(len(vocabulary))
+    if isinstance(module, MedusaModule):
+        return lambda batch: medusa_losses(module, batch, head, in_draft)
+    assert isinstance(module, EagleModule)
+    return lambda batch: eagle_losses(module, batch, embedding, head, in_draft, job.passes)
 
 
 def begin_with(source: Path, kind: str, taps: tuple[int, ...], config: ModelConfig, module: nn.Module) -> DraftHead:
     """Gives the module the weights of another head: of this target, or of one that it was tuned from.
 
     Raises:
-        HeadUnusable: it is no such head, or of other sizes than were asked for.
+        HeadUnusable: it is no such head, has tensors that do not learn here, or is of other sizes than asked for.
     """
     card = HeadCard.read(source)
-    head = DraftHead.load(source, kind, config, next(iter(card.targets.values()), ""))
+    head = DraftHead.load(source, kind, config, model_digest=None)
     if kind == "eagle" and card.taps != taps:
         raise HeadUnusable(f"the head in {source} taps layers {list(card.taps)}; {list(taps)} are tapped here")
+    ignored = sorted(set(head.weights) - set(module.state_dict()))
+    if ignored:
+        raise HeadUnusable(f"the head in {source} has {', '.join(ignored)}, which would be lost")
     for name, tensor in module.state_dict().items():
         found = head.weights.get(name)
         if found is None or found.shape != tensor.shape:
@@ -215,18 +220,23 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
         parser.error("--answers must be at least 1, --own-prompts and --own-code-prompts at least 0")
     options = TrainingOptions(given.steps, given.tokens_per_step, given.learning_rate)
     job = Job(
-        given.kind,
-        given.model,
-        AnswerOptions(
-            given.prompts, given.work, given.answers, given.own_prompts, given.own_code_prompts, given.max_tokens
+        kind=given.kind,
+        model=given.model,
+        answers=AnswerOptions(
+            prompts=given.prompts,
+            work=given.work,
+            answers_per_file=given.answers,
+            num_own_prompts=given.own_prompts,
+            num_code_prompts=given.own_code_prompts,
+            max_tokens=given.max_tokens,
         ),
-        given.output,
-        given.begin_with,
-        given.draft_vocabulary,
-        given.intermediate_size,
-        given.heads,
-        given.passes,
-        options,
+        output=given.output,
+        begin_with=given.begin_with,
+        draft_vocab_size=given.draft_vocabulary,
+        intermediate_size=given.intermediate_size,
+        num_heads=given.heads,
+        passes=given.passes,
+        training=options,
     )
     return job, given.threads
 

@@ -18,7 +18,7 @@ Tell = Callable[[int, int], None]
 """So many are done, of so many."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
     """Every file of `prompts` gets the same number of answers, however few its prompts are: the first ones greedy, then
     sampled. Each of the model's own prompts, kept in `work` like the answers, gets one."""
@@ -50,12 +50,13 @@ def collect_answers(
     asked = []
     for file in options.files:
         prompts = read_prompts(file)[: options.answers_per_file]
-        asked.append((file.name, prompts, -(-options.answers_per_file // len(prompts))))
-    asked += [(name, prompts, 1) for name, prompts in _own_prompts(options, runner, tokenizer, stage)]
+        asked.append((f"answers-{file.name}", prompts, -(-options.answers_per_file // len(prompts))))
+    for file, prompts in _own_prompts(options, runner, tokenizer, stage):
+        asked.append((f"{file.stem}-answers.jsonl", prompts, 1))  # a file of the user's may have the same name
     unique: dict[tuple[int, ...], Generation] = {}
     for name, prompts, num_rounds in asked:
-        path = options.work / f"answers-{name}"
-        tell = partial(_of, stage(f"answers to {name}"), len(prompts) * num_rounds)
+        path = options.work / name
+        tell = partial(_of, stage(name), len(prompts) * num_rounds)
         generate(runner, tokenizer, prompts, path, num_rounds=num_rounds, max_tokens=options.max_tokens, progress=tell)
         unique |= {generation.token_ids: generation for generation in read_generations(path)}
     return [each for each in unique.values() if len(each.token_ids) - each.num_prompt_tokens >= SHORTEST_ANSWER]
@@ -63,7 +64,7 @@ def collect_answers(
 
 def _own_prompts(
     options: AnswerOptions, runner: ModelRunner, tokenizer: Tokenizer, stage: Callable[[str], Tell]
-) -> list[tuple[str, list[str]]]:
+) -> list[tuple[Path, list[str]]]:
     found = []
     for name, beginnings, count in (
         ("own.jsonl", ANY_BEGINNING, options.num_own_prompts),
@@ -71,9 +72,9 @@ def _own_prompts(
     ):
         if count:
             path = options.work / name
-            tell = partial(_of, stage(f"the model's {name}"), count)
+            tell = partial(_of, stage(f"prompts of its own: {name}"), count)
             write_prompts(runner, tokenizer, path, count=count, beginnings=beginnings, progress=tell)
-            found.append((name, read_prompts(path)))
+            found.append((path, read_prompts(path)))
     return found
 
 

@@ -1,3 +1,3 @@
 """How processes are put together and run."""
 
-import model  # noqa: F401 - before torch
+import model  # noqa: F401 - sets what torch reads as it is loaded

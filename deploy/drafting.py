@@ -70,7 +70,7 @@ def choose_drafter(config: WorkerConfig, folder: Path) -> DrafterPlan | None:
     if config.draft_shape == "tree" and kind != "eagle":
         raise ValueError(f"--draft-shape tree goes with --drafter eagle, not {kind}, which cannot draft trees")
     if kind in ("ngram", "none"):
-        return None if kind == "none" else _ngram()
+        return None if kind == "none" else ngram_plan()
     plan = _model(config, folder) if kind == "model" else _head(kind, config, folder)
     return with_lookup(plan) if lookup else plan
 
@@ -86,33 +86,42 @@ def _behind_lookup(make: Make, target: TorchRunner, method: Method) -> Drafter:
     return LookupFirst(make(target, method))
 
 
-def _ngram() -> DrafterPlan:
+def ngram_plan() -> DrafterPlan:
     from decode.ngram import NgramDrafter
 
     return DrafterPlan("ngram", "", 0, lambda target, method: NgramDrafter())
 
 
-def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
-    from decode.draft import DraftShape
-    from decode.draft_head import DraftHead, shipped_head
+def head_plan(kind: str, where: Path, folder: Path, shape: DraftShape) -> DrafterPlan:
+    """A draft head in `where` for the model in `folder`. Raises HeadUnusable."""
+    from decode.draft_head import DraftHead
     from decode.eagle import EagleDrafter
     from decode.medusa import MedusaDrafter
 
-    digest = model_digest(folder)
-    where = Path(config.draft_model) if config.draft_model is not None else shipped_head(kind, digest)
+    model = ModelConfig.from_folder(folder)
+    head = DraftHead.load(where, kind, model, model_digest(folder))
+    weights = head.placed(model)
+    if kind == "medusa":
+        return DrafterPlan(kind, head.name, MedusaDrafter.num_layers, partial(_medusa, head), weights)
+    return DrafterPlan(kind, head.name, EagleDrafter.num_layers, partial(_eagle, head, shape), weights)
+
+
+def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
+    from decode.draft import DraftShape
+    from decode.draft_head import HeadCard, shipped_head
+
+    where = Path(config.draft_model) if config.draft_model is not None else shipped_head(kind, model_digest(folder))
     if where is None:
         raise ValueError(
             f"--drafter {kind}: no {kind} head for {config.model} is at hand; name its folder with --draft-model, or "
             f"train one: python -m decode.train_head --kind {kind} --model {config.model}"
         )
-    model = ModelConfig.from_folder(folder)
-    head = DraftHead.load(where, kind, model, digest)
-    if kind == "medusa":
-        return DrafterPlan(kind, head.name, MedusaDrafter.num_layers, partial(_medusa, head), head.placed(model))
-    _check_state_fits(len(head.card.taps) * model.hidden_size, config, model)
     shape = DraftShape.TREE if config.draft_shape == "auto" else DraftShape(config.draft_shape)
-    make = partial(_eagle, head, shape)
-    return DrafterPlan(kind, head.name, EagleDrafter.num_layers, make, head.placed(model))
+    plan = head_plan(kind, where, folder, shape)
+    if kind == "eagle":
+        model = ModelConfig.from_folder(folder)
+        _check_state_fits(len(HeadCard.read(where).taps) * model.hidden_size, config, model)
+    return plan
 
 
 def _eagle(head: DraftHead, shape: DraftShape, target: TorchRunner, method: Method) -> Drafter:
@@ -142,19 +151,24 @@ def _check_state_fits(num_features: int, config: WorkerConfig, model: ModelConfi
 
 
 def _model(config: WorkerConfig, folder: Path) -> DrafterPlan:
-    from decode.draft_model import DraftModelDrafter, check_shape
-    from decode.vocabulary import check_same_vocabulary
-    from model.checkpoint import map_weights
-
     if config.draft_model is None:
         raise ValueError("--drafter model needs --draft-model: a folder, a demo model or a Hugging Face id")
     try:
         draft_folder = resolve_model(config.draft_model, default_cache())
     except ModelUnavailable as error:
         raise ValueError(f"--draft-model: {error}") from error
+    return model_plan(draft_folder, folder, config.max_context)
+
+
+def model_plan(draft_folder: Path, folder: Path, max_context_tokens: int | None) -> DrafterPlan:
+    """A small model for the one in `folder`. Raises ValueError if it does not fit."""
+    from decode.draft_model import DraftModelDrafter, check_shape
+    from decode.vocabulary import check_same_vocabulary
+    from model.checkpoint import map_weights
+
     draft = ModelConfig.from_folder(draft_folder)
     check_same_vocabulary(Tokenizer.load(draft_folder), Tokenizer.load(folder))
-    check_shape(draft, ModelConfig.from_folder(folder), config.max_context)
+    check_shape(draft, ModelConfig.from_folder(folder), max_context_tokens)
     name, weights = f"model:{model_digest(draft_folder)}", map_weights(draft_folder, draft)
 
     def make(target: TorchRunner, method: Method) -> Drafter:
@@ -177,7 +191,8 @@ def draft_planner(
         return NoDrafts()
     if config.draft_length == "fixed":
         return FixedDrafts(config.max_draft_tokens, max_context_tokens, runner.outlook)
-    coverage = ExpertCoverage(Routing(model.num_experts, model.num_experts_per_token)) if model.num_experts else None
+    routing = Routing.of(model)
+    coverage = None if routing is None else ExpertCoverage(routing)
     policy = DraftPolicy(config.max_draft_tokens, coverage)
     planner = AdaptiveDrafts(policy, config.max_draft_tokens, max_context_tokens, runner.outlook)
     metrics.watch_drafting(

@@ -222,7 +222,6 @@ class LocalCluster:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": str(self.config.threads_per_worker),
-            "OMP_WAIT_POLICY": "passive",  # threads that spin between steps would take the cores of other workers
         }
         interpreter = (sys.executable, "-P", "-m", "deploy.cli")
         return Command(name, (*interpreter, *arguments), self.log_folder / f"{name}.log", environment)

@@ -159,7 +159,8 @@ worker_options = group_of(
         "--verification",
         type=click.Choice(VERIFICATIONS),
         default="block",
-        help="How guesses are judged when sampling. coupled: the same text as without guesses; block is faster.",
+        help="How a head's or model's chains are judged when sampling. block: most stand; coupled: the text is that "
+        "without guesses.",
     ),
     worker_setting("--max-draft-tokens", type=int, default=7, help="Tokens guessed ahead in one step, at most."),
     worker_setting(
@@ -172,7 +173,7 @@ worker_options = group_of(
         "--draft-shape",
         type=click.Choice(DRAFT_SHAPES),
         default="auto",
-        help="tree: several guesses for a place, where the head is unsure. auto: with EAGLE, which alone can.",
+        help="tree: several guesses for a place, where the head is unsure. auto: tree with EAGLE, which alone can.",
     ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )

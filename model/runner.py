@@ -104,6 +104,13 @@ class StepOutput:
     draft_s: float = 0.0
     num_failed_drafts: int = 0
 
+    @property
+    def num_distinct_experts(self) -> float | None:
+        """That a token of this step chose: per layer, on average. None for a model without experts."""
+        if not len(self.expert_load):
+            return None
+        return sum(sum(count > 0 for count in layer) for layer in self.expert_load) / len(self.expert_load)
+
 
 class DraftingStates(Protocol):
     """Takes what is known of a sequence, to draft for it, from one worker to another."""

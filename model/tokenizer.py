@@ -79,8 +79,12 @@ class Tokenizer:
         return self._chat_template.render(messages)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Raises as `render_chat` does. The template writes special tokens itself, so none are added."""
-        ids: list[int] = self._backend.encode(self.render_chat(messages), add_special_tokens=False).ids
+        """Raises as `render_chat` does."""
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_rendered(self, conversation: str) -> list[int]:
+        """What `render_chat` gave, or its beginning. The template writes special tokens itself: none are added."""
+        ids: list[int] = self._backend.encode(conversation, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,3 +1,3 @@
 """Prefill policy (queue, chunking) and its gRPC service."""
 
-import model  # noqa: F401 - before torch
+import model  # noqa: F401 - sets what torch reads as it is loaded

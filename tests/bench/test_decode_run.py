@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.decode_run import DecodeRun, PrefilledPrompts
+from bench.decode_run import DecodeRun, PrefilledPrompts, SaidOutlooks
 from bench.speculation_cell import Contest, Effort
+from decode.draft import DraftShape
 from decode.draft_model import DraftModelDrafter
 from decode.draft_planner import AdaptiveDrafts, DraftPlanner, FixedDrafts, NoDrafts
 from decode.draft_policy import DraftPolicy
@@ -55,9 +56,10 @@ def target(folder: Path) -> TorchRunner:
 def drafter(kind: str, target: TorchRunner) -> Drafter:
     if kind == "ngram":
         return NgramDrafter()
-    head = random_head(kind, target)
-    made = EagleDrafter if kind == "eagle" else MedusaDrafter
-    return made(target, head, Method.BLOCK)
+    head = random_head("medusa" if kind == "medusa" else "eagle", target)
+    if kind == "medusa":
+        return MedusaDrafter(target, head, Method.BLOCK)
+    return EagleDrafter(target, head, Method.BLOCK, DraftShape.TREE if kind == "tree" else DraftShape.CHAIN)
 
 
 def answer(target: TorchRunner, prompt: list[int]) -> tuple[int, ...]:
@@ -73,8 +75,8 @@ def answer(target: TorchRunner, prompt: list[int]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-def planner_for(runner: SpeculativeRunner, num_drafts: int) -> DraftPlanner:
-    return FixedDrafts(num_drafts, CONTEXT, runner.outlook) if num_drafts else NoDrafts()
+def planner_for(outlooks: SaidOutlooks, num_drafts: int) -> DraftPlanner:
+    return FixedDrafts(num_drafts, CONTEXT, outlooks) if num_drafts else NoDrafts()
 
 
 def run_for(
@@ -83,12 +85,13 @@ def run_for(
     runner = SpeculativeRunner(target, drafter(kind, target), Method.BLOCK)
     pool = BlockPool(target.num_blocks)
     prompts = PrefilledPrompts(target, runner, pool, PROMPTS, SAMPLING)
-    run = DecodeRun(runner, planner_for(runner, num_drafts), prompts, batch, runner.outlook)
+    outlooks = SaidOutlooks(runner.outlook)
+    run = DecodeRun(runner, planner_for(outlooks, num_drafts), prompts, batch, outlooks)
     run.advance(num_tokens)
     return run, pool
 
 
-@pytest.mark.parametrize("kind", ["ngram", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["ngram", "eagle", "tree", "medusa"])
 @pytest.mark.parametrize(("num_drafts", "batch"), [(0, 2), (3, 1), (3, 4)])
 def test_answers_are_those_of_plain_decoding(target: TorchRunner, kind: str, num_drafts: int, batch: int) -> None:
     expected = [answer(target, prompt) for prompt in PROMPTS]
@@ -106,7 +109,7 @@ def test_drafts_are_told_apart_by_grade(target: TorchRunner) -> None:
     assert {draft.grade for draft in drafts} > {0}
 
 
-@pytest.mark.parametrize("kind", ["ngram", "eagle"])
+@pytest.mark.parametrize("kind", ["ngram", "eagle", "tree"])
 def test_every_step_is_of_a_full_batch_and_every_token_is_counted(target: TorchRunner, kind: str) -> None:
     run, pool = run_for(target, kind, 3, 4, 200)
     assert run.num_tokens == sum(step.num_tokens for step in run.steps) >= 200
@@ -129,7 +132,7 @@ def test_a_prompt_is_prefilled_once_for_all(target: TorchRunner) -> None:
     runner = SpeculativeRunner(target, drafter("eagle", target), Method.BLOCK)
     pool = BlockPool(target.num_blocks)
     prompts = PrefilledPrompts(target, runner, pool, PROMPTS, SAMPLING)
-    runs = [DecodeRun(runner, planner_for(runner, count), prompts, 2) for count in (1, 3)]
+    runs = [DecodeRun(runner, planner_for(SaidOutlooks(runner.outlook), count), prompts, 2) for count in (1, 3)]
     for round_number in range(1, 8):  # in turns, on the same cache
         for run in runs:
             run.advance(round_number * 12)
@@ -146,7 +149,7 @@ def test_the_drafter_starts_from_what_prefill_left(folder: Path) -> None:
     runner = SpeculativeRunner(target, itself, Method.BLOCK)
     endless = replace(SAMPLING, stop_token_ids=())
     prompts = PrefilledPrompts(target, runner, BlockPool(target.num_blocks), PROMPTS, endless)
-    run = DecodeRun(runner, planner_for(runner, 3), prompts, 2)
+    run = DecodeRun(runner, planner_for(SaidOutlooks(runner.outlook), 3), prompts, 2)
     run.advance(200)
     drafts = [draft for step in run.steps for draft in step.drafts]
     assert len(drafts) > 40
@@ -176,8 +179,9 @@ def test_too_few_blocks_are_not_measured(target: TorchRunner) -> None:
 
 def test_a_cell_has_a_figure_for_every_way(target: TorchRunner) -> None:
     runner = SpeculativeRunner(target, drafter("ngram", target), Method.BLOCK)
-    adaptive = AdaptiveDrafts(DraftPolicy(7), 7, CONTEXT, runner.outlook)
-    contest = Contest(target, runner, adaptive, (1, 3), CONTEXT, SAMPLING)
+    outlooks = SaidOutlooks(runner.outlook)
+    adaptive = AdaptiveDrafts(DraftPolicy(7), 7, CONTEXT, outlooks)
+    contest = Contest(target, runner, adaptive, outlooks, (1, 3), CONTEXT, SAMPLING)
     effort = Effort(0.0, least_rounds=3, warm_up_tokens=8)
     figures = contest.measure(PROMPTS, 2, effort, warm_up=True)
     assert figures.fixed.keys() == figures.predicted.keys() == figures.verify_cost.keys() == {1, 3}

@@ -32,7 +32,7 @@ def test_drafts_that_never_stand_prove_nothing() -> None:
 
 @pytest.mark.parametrize(("received", "received_colocated"), [(0, 0), (900, 5)])
 def test_runs_that_were_not_what_they_are_called_are_refused(received: int, received_colocated: int) -> None:
-    with pytest.raises(RuntimeError, match="were not handed over"):
+    with pytest.raises(RuntimeError, match="nothing was handed over in the first run"):
         told(Run(200, 38, received, [(1,)]), Run(200, 40, received_colocated, [(1,)]))
 
 

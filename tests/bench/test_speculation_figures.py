@@ -151,3 +151,20 @@ def test_percentile() -> None:
     random.Random(1).shuffle(values)
     assert percentile_90(values) == pytest.approx(0.9)
     assert percentile_90([]) is None
+
+
+def tree_step(num_nodes: int, *nodes: int, draft_s: float = 0.0, is_free: bool = False) -> DecodeStep:
+    outcome = DraftOutcome("0", num_nodes, num_nodes, len(nodes), 0, nodes, is_free)
+    return DecodeStep(1.0, draft_s, 1, 1 + len(nodes), 100, (outcome,))
+
+
+def test_nodes_of_a_tree_are_counted_by_their_places() -> None:
+    found = acceptance_of([tree_step(3, 0, 2), tree_step(3, 1), tree_step(2)], 4)
+    assert found.rates == (1 / 3, 1 / 3, 1 / 2, None)
+    assert found.expected(3, 0) == pytest.approx(1 + 1 / 3 + 1 / 3 + 1 / 2)  # each stands by itself
+
+
+def test_look_ups_have_no_part_in_what_drafting_costs() -> None:
+    steps = [tree_step(4, draft_s=0.4), tree_step(4, draft_s=0.001, is_free=True)]
+    assert draft_cost(steps, plain_step_s=0.5) == pytest.approx(0.4 / 4 / 0.5)
+    assert draft_cost(steps[1:], plain_step_s=0.5) == 0.0

@@ -37,7 +37,8 @@ class Hardware:
         return memory_s + compute_s + self.context_token_s * num_context_tokens
 
     def draft_s(self, asked: Sequence[int]) -> float:
-        return self.draft_step_s * max(asked) + self.draft_token_s * sum(asked)
+        """`asked` of the drafter: look-ups are free."""
+        return self.draft_step_s * max(asked, default=0) + self.draft_token_s * sum(asked)
 
 
 DENSE = Hardware(row_s=0.04)
@@ -48,11 +49,25 @@ SPARSE = Hardware(weights_s=0.3, expert_s=0.03, row_s=0.015, routing=Routing(128
 
 @dataclass(frozen=True)
 class Offer:
-    """What a drafter has in this share of the steps. `acceptance` of None: the sequence's own."""
+    """What a drafter has in this share of the steps. `acceptance` of None: the sequence's own.
+
+    Of a tree, `nodes` are the chances of its nodes by their places, which the acceptance is multiplied by.
+    """
 
     share: float = 1.0
     acceptance: float | None = None
     outlook: Outlook = ANYTHING
+    nodes: tuple[float, ...] | None = None
+
+    def chances(self, own: float) -> list[float]:
+        """By place: that a draft stands, and so do those it is behind."""
+        acceptance = own if self.acceptance is None else self.acceptance
+        if self.nodes is not None:
+            return [acceptance * node for node in self.nodes]
+        return [acceptance ** (place + 1) for place in range(self.outlook.num_tokens)]
+
+
+NOTHING_TO_OFFER = Offer(1.0, 0.0, NOTHING)
 
 
 @dataclass
@@ -73,7 +88,7 @@ class Simulation:
     spent_s: float = 0.0  # without noise
     num_tokens: float = 0.0  # expected, by the true acceptances
     decisions: list[DraftDecision] = field(default_factory=list)
-    offered: list[list[tuple[float, Outlook]]] = field(default_factory=list)  # in each step, by sequence
+    offered: list[list[tuple[float, Offer]]] = field(default_factory=list)  # in each step, by sequence
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -89,20 +104,21 @@ class Simulation:
     def _step(self, policy: DraftPolicy) -> None:
         offers = self.offers_of_a_step()
         self.offered.append(offers)
-        demands = [DraftDemand(str(index), self.longest_draft, outlook) for index, (_, outlook) in enumerate(offers)]
+        demands = [
+            DraftDemand(str(index), self.longest_draft, offer.outlook) for index, (_, offer) in enumerate(offers)
+        ]
         num_context_tokens = self.context_tokens * len(demands)
         decision = policy.choose(demands, num_context_tokens, 4096)
         asked = decision.draft_lengths
-        assert all(length <= outlook.num_tokens for length, (_, outlook) in zip(asked, offers, strict=True))
-        accepted = [self._accepted(chance, length) for length, (chance, _) in zip(asked, offers, strict=True)]
+        assert all(length <= offer.outlook.num_tokens for length, (_, offer) in zip(asked, offers, strict=True))
         verify_s = self.hardware.verify_s(asked, num_context_tokens) * self.slowness
-        draft_s = self.hardware.draft_s(asked) * self.slowness
+        draft_s = self.hardware.draft_s(made(asked, offers)) * self.slowness
         self.decisions.append(decision)
         self.spent_s += verify_s + draft_s
-        self.num_tokens += sum(emitted(chance, length) for length, (chance, _) in zip(asked, offers, strict=True))
+        self.num_tokens += emitted(offers, asked)
         outcomes = tuple(
-            DraftOutcome(str(index), asked[index], asked[index], accepted[index], outlook.grade)
-            for index, (_, outlook) in enumerate(offers)
+            self._outcome(str(index), asked[index], own, offer)
+            for index, (own, offer) in enumerate(offers)
             if asked[index]
         )
         experts = self._counted_experts(asked) if self.hardware.expert_s else None
@@ -113,18 +129,30 @@ class Simulation:
             ),
         )
 
-    def offers_of_a_step(self) -> list[tuple[float, Outlook]]:
-        """By sequence: the acceptance that its drafts would have, and what is said of them."""
+    def _outcome(self, sequence_id: str, num_drafts: int, own: float, offer: Offer) -> DraftOutcome:
+        outlook = offer.outlook
+        if offer.nodes is None:
+            acceptance = own if offer.acceptance is None else offer.acceptance
+            num_accepted = self._accepted(acceptance, num_drafts)
+            return DraftOutcome(
+                sequence_id, num_drafts, num_drafts, num_accepted, outlook.grade, is_free=outlook.is_free
+            )
+        chances = offer.chances(own)[:num_drafts]
+        nodes = tuple(place for place, chance in enumerate(chances) if self._random.random() < chance)
+        return DraftOutcome(sequence_id, num_drafts, num_drafts, len(nodes), outlook.grade, nodes)
+
+    def offers_of_a_step(self) -> list[tuple[float, Offer]]:
+        """By sequence: its own acceptance, and what the drafter has for it."""
         offers = []
         for own in self.acceptance:
             draw = self._random.random()
             for offer in self.offers:
                 draw -= offer.share
                 if draw < 0:
-                    offers.append((own if offer.acceptance is None else offer.acceptance, offer.outlook))
+                    offers.append((own, offer))
                     break
             else:
-                offers.append((0.0, NOTHING))
+                offers.append((own, NOTHING_TO_OFFER))
         return offers
 
     def _noisy(self) -> float:
@@ -142,8 +170,15 @@ class Simulation:
         return num_drafted
 
 
-def emitted(acceptance: float, num_drafts: int) -> float:
-    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+def made(lengths: Sequence[int], offers: Sequence[tuple[float, Offer]]) -> list[int]:
+    """Of the drafts of these lengths, those that take the drafter time."""
+    return [length for length, (_, offer) in zip(lengths, offers, strict=True) if not offer.outlook.is_free]
+
+
+def emitted(offers: Sequence[tuple[float, Offer]], lengths: Sequence[int]) -> float:
+    """Expected of all sequences together."""
+    pairs = zip(lengths, offers, strict=True)
+    return sum(1.0 + sum(offer.chances(own)[:length]) for length, (own, offer) in pairs)
 
 
 def fixed_rates(simulation: Simulation) -> dict[int, float]:
@@ -156,8 +191,8 @@ def fixed_rates(simulation: Simulation) -> dict[int, float]:
     for longest in range(simulation.longest_draft + 1):
         num_tokens = seconds = 0.0
         for offers in steps:
-            lengths = [min(longest, outlook.num_tokens) for _, outlook in offers]
-            num_tokens += sum(emitted(chance, length) for length, (chance, _) in zip(lengths, offers, strict=True))
-            seconds += hardware.verify_s(lengths, num_context_tokens) + hardware.draft_s(lengths)
+            lengths = [min(longest, offer.outlook.num_tokens) for _, offer in offers]
+            num_tokens += emitted(offers, lengths)
+            seconds += hardware.verify_s(lengths, num_context_tokens) + hardware.draft_s(made(lengths, offers))
         rates[longest] = num_tokens / seconds
     return rates

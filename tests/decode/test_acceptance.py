@@ -209,3 +209,15 @@ def test_grades_of_chains_and_trees_stand_side_by_side() -> None:
 def test_nodes_that_cannot_be_are_refused(nodes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"nodes \("):
         DraftOutcome("a", 4, 3, 2, nodes=nodes)
+
+
+def test_few_looks_at_a_node_say_little() -> None:
+    """Its chance is near that of the node before it, until it was seen often."""
+    book = AcceptanceBook(3)
+    book.chances(["a"], [0])
+    for step in range(200):
+        book.observe([DraftOutcome("a", 1, 1, step % 2, nodes=(0,) if step % 2 else ())])
+    for _ in range(4):
+        book.observe([DraftOutcome("a", 3, 3, 0, nodes=())])
+    first, second, third = book.chances(["a"], [0]).survival[0]
+    assert first > second > third > 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -206,3 +207,10 @@ def test_drafter_is_asked_about_the_text_and_not_where_nothing_may_be_drafted() 
     planner = AdaptiveDrafts(DraftPolicy(4), 4, 1000, outlook)
     assert list(planner.plan([one, off], 64)) == [0, 0]
     assert asked == [(5, 6, 7, 8)]
+
+
+def test_cost_of_drafts_where_all_are_free_is_none() -> None:
+    meter = DraftMeter()
+    free = replace(STEP, drafts=tuple(replace(draft, is_free=True) for draft in STEP.drafts))
+    meter.observe(DECISION, free, 0.0)
+    assert meter.draft_cost(meter.measured) == 0.0 and meter.speedup(meter.measured) > 0.0

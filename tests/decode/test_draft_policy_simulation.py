@@ -182,4 +182,28 @@ def test_finds_how_alike_neighbours_route() -> None:
 
 
 def test_expected_tokens_of_the_simulation() -> None:
-    assert emitted(0.6, 5) == pytest.approx(2.383, abs=5e-4)
+    assert emitted([(0.6, Offer())], [5]) == pytest.approx(2.383, abs=5e-4)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+@pytest.mark.parametrize("quality", [0.3, 0.8, 1.0])
+@pytest.mark.parametrize("name", HARDWARE)
+def test_trees_get_about_as_many_nodes_as_are_best(name: str, quality: float, num_sequences: int) -> None:
+    """What a node brings does not depend on those before it, and falls slowly."""
+    nodes = (0.6, 0.35, 0.25, 0.18, 0.14, 0.1, 0.08)
+    simulation = Simulation(HARDWARE[name], [quality] * num_sequences, [Offer(nodes=nodes)])
+    of_best, of_none = shares_of_best_and_none(simulation)
+    assert of_best >= 0.965
+    assert of_none >= 0.98
+
+
+def test_look_ups_go_on_where_drafting_does_not_pay() -> None:
+    """They take the drafter no time, and their cost is not learnt from those that do."""
+    hardware = Hardware(row_s=0.02, draft_step_s=0.4)
+    offers = [Offer(0.4, 0.8, Outlook(64, 2, is_free=True)), Offer(0.6, 0.25)]
+    simulation = Simulation(hardware, [0.5], offers)
+    shares_of_best_and_none(simulation)
+    steps = zip(simulation.offered, simulation.decisions, strict=True)
+    lengths = [(offered[0][1].outlook.is_free, decision.draft_lengths[0]) for offered, decision in steps]
+    assert mean(length for is_free, length in lengths if is_free) > 4
+    assert mean(length for is_free, length in lengths if not is_free) < 0.3

@@ -13,6 +13,7 @@ from decode.blame import mark_failing
 from decode.draft import Draft
 from decode.drafter import Observed
 from decode.lookup_first import LookupFirst
+from decode.ngram import INDEXED_AT_A_QUESTION
 from decode.outlook import Outlook
 from model.runner import Chunk, DraftingState
 from model.transformer import ForwardOutput
@@ -103,3 +104,17 @@ def test_states_are_as_they_were_where_the_other_raises() -> None:
     other.broken = True
     assert mark_failing("drafting for", lambda _: drafter.propose([chunk(NEW, drafting)]), [drafting]) == 1
     assert drafter.export(drafting).tolist() == [1]
+
+
+def test_who_drafts_is_who_was_planned_with() -> None:
+    """A long text is indexed bit by bit, whenever it is asked about: between plan and proposal nothing may change."""
+    middle = list(range(1000, 1000 + 3 * INDEXED_AT_A_QUESTION))
+    history = [*middle, 1, 2, 3, 4, 5, 6, 9, *middle, 1, 2, 3, 4]  # what it repeats is far behind the first bit
+    drafter, drafting = LookupFirst(Other()), DraftingState()
+    by_turns = []
+    for _ in range(20):
+        outlook = drafter.outlook(drafting, history)
+        (draft,) = drafter.propose([chunk(history, drafting)])
+        assert (tuple(draft.token_ids) == (7, 7, 7)) == (not outlook.is_free)
+        by_turns.append(outlook.is_free)
+    assert not by_turns[0] and by_turns[-1]

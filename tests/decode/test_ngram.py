@@ -93,3 +93,7 @@ def test_large_parts_are_indexed_in_steps_and_small_ones_when_asked() -> None:
     assert drafting.value.num_tokens == INDEXED_AT_A_QUESTION
     drafter.observe([Observed(chunk(token_ids, drafting, 0), range(1), 0, (7,))], cast(ForwardOutput, None))
     assert drafting.value.num_tokens == INDEXED_AT_A_QUESTION + INDEXED_AT_ONCE
+
+
+def test_look_ups_are_free() -> None:
+    assert NgramDrafter().outlook(DraftingState(), [1, 2, 3, 1, 2]).is_free

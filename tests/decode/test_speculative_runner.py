@@ -124,17 +124,22 @@ def own_copy(target: TorchRunner, method: Method) -> DraftModelDrafter:
     return DraftModelDrafter(target, target.config, weights, "itself", method)
 
 
-NUM_DRAFT_LAYERS = {"ngram": 0, "medusa": 0, "eagle": 1, "tree": 1, "eagle+ngram": 1, "model": 2}
+NUM_DRAFT_LAYERS = {"ngram": 0, "medusa": 0, "eagle": 1, "tree": 1, "eagle+ngram": 1, "tree+ngram": 1, "model": 2}
 
 
 def drafters() -> dict[str, Callable[[TorchRunner, Method], Drafter]]:
     return {
         "model": own_copy,
         "ngram": lambda target, method: NgramDrafter(),
-        "eagle": lambda target, method: EagleDrafter(target, random_head("eagle", target), method),
+        "eagle": lambda target, method: EagleDrafter(target, random_head("eagle", target), method, DraftShape.CHAIN),
         "tree": lambda target, method: EagleDrafter(target, random_head("eagle", target), method, DraftShape.TREE),
         "medusa": lambda target, method: MedusaDrafter(target, random_head("medusa", target), method),
-        "eagle+ngram": lambda target, method: LookupFirst(EagleDrafter(target, random_head("eagle", target), method)),
+        "eagle+ngram": lambda target, method: LookupFirst(
+            EagleDrafter(target, random_head("eagle", target), method, DraftShape.CHAIN)
+        ),
+        "tree+ngram": lambda target, method: LookupFirst(
+            EagleDrafter(target, random_head("eagle", target), method, DraftShape.TREE)
+        ),
     }
 
 
@@ -164,7 +169,7 @@ def tokens(sequences: Sequence[DecodeSequence]) -> list[list[int]]:
     return [decoding.sequence.token_ids[decoding.sequence.num_prompt_tokens :] for decoding in sequences]
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "medusa", "model", "eagle+ngram"])
+@pytest.mark.parametrize("name", ["ngram", "eagle", "medusa", "model", "eagle+ngram", "tree+ngram"])
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 def test_greedy_tokens_are_those_without_drafts(folder: Path, name: str, num_drafts: int) -> None:
     requests = [replace(params, temperature=0.0, top_p=1.0, top_k=0) for params in REQUESTS]
@@ -181,7 +186,7 @@ def test_greedy_tokens_are_those_without_drafts(folder: Path, name: str, num_dra
         assert num_accepted >= num_drafted - num_drafts * len(found)
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "medusa", "model", "eagle+ngram"])
+@pytest.mark.parametrize("name", ["ngram", "eagle", "medusa", "model", "eagle+ngram", "tree+ngram"])
 def test_coupled_sampling_gives_the_text_without_drafts(folder: Path, name: str) -> None:
     expected = tokens(answer_all(load(folder), REQUESTS))
     target = load(folder, num_draft_layers=NUM_DRAFT_LAYERS[name])
@@ -245,7 +250,7 @@ def test_a_drafter_that_cannot_say_what_it_has_is_left_out(folder: Path, caplog:
     assert [runner.execute([chunk]).num_failed_drafts for _ in range(2)] == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "medusa", "model", "eagle+ngram"])
+@pytest.mark.parametrize("name", ["ngram", "eagle", "medusa", "model", "eagle+ngram", "tree+ngram"])
 def test_what_a_drafter_says_it_has_is_what_it_proposes(folder: Path, name: str) -> None:
     """Of every step of all sequences, before which it was asked."""
     target = load(folder, num_draft_layers=NUM_DRAFT_LAYERS[name])

@@ -94,7 +94,7 @@ def test_says_what_it_does_not_know() -> None:
     seen = forecast(step_time, 4)
     assert step_time.is_known
     assert seen.plain_s == pytest.approx(DENSE.verify_s([0] * 4, 4 * CONTEXT))
-    assert seen.num_seen[0] == pytest.approx(0.5, rel=0.01) and not seen.num_seen[1:].any()
+    assert seen.num_seen[0] == pytest.approx(1.0, rel=0.01) and not seen.num_seen[1:].any()
     assert seen.doubt[0] < seen.doubt[1] > 0.25
 
 

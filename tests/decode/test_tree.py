@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.draft_sampling import DraftSampling
-from decode.tree import MOST_CHILDREN, grow_trees
+from decode.tree import LEAST_GAIN, MOST_CHILDREN, grow_trees
 from decode.verification import Method
 from model.runner import Chunk
 from model.sampling import Row
@@ -113,6 +113,14 @@ def test_a_draft_that_is_sure_goes_deep_and_one_that_is_not_goes_wide() -> None:
     assert len(flat.calls) == 1  # nothing behind could be likelier than what there is
     assert len(flat.grow(16).token_ids) == 16
     assert flat.grow(16).parents.count(-1) == MOST_CHILDREN  # type: ignore[union-attr]
+
+
+def test_a_round_that_can_bring_next_to_nothing_is_not_run() -> None:
+    """All that could get children is less likely together than LEAST_GAIN."""
+    unsure = Laws(200, 0.1)
+    assert len(unsure.grow(MOST_CHILDREN + 4).token_ids) == MOST_CHILDREN
+    assert sum(unsure.chance(path) for path in unsure.best(MOST_CHILDREN)) < LEAST_GAIN
+    assert len(unsure.calls) == 1
 
 
 def test_what_a_request_cannot_draw_is_not_drafted() -> None:

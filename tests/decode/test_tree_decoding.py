@@ -11,18 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.acceptance import DraftOutcome
 from decode.decoding import DecodeSequence
 from decode.draft import Draft, DraftShape
-from decode.draft_planner import FixedDrafts
+from decode.draft_planner import AdaptiveDrafts, FixedDrafts
+from decode.draft_policy import DraftPolicy
 from decode.drafter import Observed
 from decode.eagle import EagleDrafter
+from decode.lookup_first import LookupFirst
 from decode.outbox import Outbox
 from decode.outlook import ANYTHING, Outlook
 from decode.scheduler import DecodeScheduler
 from decode.speculative_runner import SpeculativeRunner
 from decode.verification import Method
 from model.block_pool import BlockPool
-from model.runner import Chunk, DraftingState, ModelRunner, SampledToken, VerifiedDraft
+from model.runner import Chunk, DraftingState, ModelRunner, Outcome, SampledToken, StepOutput, VerifiedDraft
 from model.sampling_params import SamplingParams
 from model.sequence import Sequence as TokenSequence
 from model.torch_runner import TorchRunner
@@ -266,3 +269,70 @@ def step(
     assert isinstance(outcome, SampledToken | VerifiedDraft)
     emitted = outcome.tokens if isinstance(outcome, VerifiedDraft) else (outcome,)
     return [*history, *(token.token_id for token in emitted)], len(history) + len(emitted) - 1
+
+
+def test_outcome_tells_which_nodes_stood(folder: Path) -> None:
+    """By their places in the draft: parents before children, the tokens those that were emitted."""
+    runner = grove_runner(folder, REQUESTS)
+    drafts: list[Draft] = []
+    propose = runner._drafter.propose
+
+    def proposed(chunks: Sequence[Chunk]) -> list[Draft]:
+        drafts[:] = propose(chunks)
+        return drafts
+
+    runner._drafter.propose = proposed  # type: ignore[method-assign]
+    history, num_known, state, num_stood = list(PROMPTS[0]), 0, DraftingState(), 0
+    for _ in range(8):
+        drafts.clear()
+        num_drafts = 9 if num_known else 0
+        chunk = Chunk(
+            history[num_known:], num_known, range(60), REQUESTS[0], history, len(PROMPTS[0]), num_drafts, drafting=state
+        )
+        (outcome,) = runner.execute([chunk]).sampled
+        emitted = [outcome] if isinstance(outcome, SampledToken) else list(outcome.tokens)  # type: ignore[union-attr]
+        if isinstance(outcome, VerifiedDraft):
+            (draft,) = drafts
+            assert outcome.nodes is not None and draft.parents is not None
+            path = [-1, *outcome.nodes]
+            assert [draft.parents[node] for node in outcome.nodes] == path[:-1]
+            assert [draft.token_ids[node] for node in outcome.nodes] == [each.token_id for each in emitted[:-1]]
+            num_stood += len(outcome.nodes)
+        history += [each.token_id for each in emitted]
+        num_known = len(history) - 1
+    assert num_stood > 3
+
+
+def test_chains_have_no_nodes(folder: Path) -> None:
+    runner, state = eagle_runner(folder, DraftShape.CHAIN), DraftingState()
+    history, num_known = step(runner, list(PROMPTS[2]), 0, state)
+    chunk = Chunk(history[num_known:], num_known, range(60), GREEDY, history, len(PROMPTS[2]), 3, drafting=state)
+    (outcome,) = runner.execute([chunk]).sampled
+    assert isinstance(outcome, VerifiedDraft) and outcome.nodes is None
+
+
+@pytest.mark.parametrize("method", [Method.BLOCK, Method.COUPLED])
+def test_adaptive_trees_beside_look_ups(folder: Path, method: Method) -> None:
+    """As a worker drafts by itself: grade 0 are trees, look-ups are chains, and the tokens are those of no drafts."""
+    expected = tokens(answer_all(load(folder), REQUESTS))
+    target = load(folder, num_draft_layers=1)
+    eagle = EagleDrafter(target, random_head("eagle", target), method, DraftShape.TREE)
+    runner = SpeculativeRunner(target, LookupFirst(eagle), method)
+    policy = DraftPolicy(7)
+    planner = Told(policy, 7, MAX_CONTEXT, runner.outlook)
+    for _ in range(4):
+        assert tokens(answer_all(runner, REQUESTS, planner)) == expected  # type: ignore[arg-type]
+    shapes = {(outcome.grade == 0, outcome.is_free, outcome.nodes is None) for outcome in planner.outcomes}
+    assert (True, False, False) in shapes
+    assert shapes <= {(True, False, False), (False, True, True)}
+
+
+class Told(AdaptiveDrafts):
+    """Keeps what became of the drafts that were made."""
+
+    outcomes: list[DraftOutcome]
+
+    def learn(self, results: Sequence[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
+        drafts = [self._draft(decoding, outcome) for decoding, outcome in results]
+        self.outcomes = [*getattr(self, "outcomes", []), *(draft for draft in drafts if draft and draft.num_drafted)]
+        super().learn(results, output, was_mixed=was_mixed)

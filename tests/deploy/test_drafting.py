@@ -293,7 +293,9 @@ def test_head_is_another_if_it_reads_or_drafts_others(tiny_model: Path, tmp_path
     assert len({name(first), name(taps), name(vocabulary)}) == 3
 
 
-@pytest.mark.parametrize(("settings", "parents"), [({}, None), (TREE, [-1, -1, -1])])
+@pytest.mark.parametrize(
+    ("settings", "parents"), [({"draft_shape": "chain"}, None), (TREE, [-1, -1, -1]), ({}, [-1, -1, -1])]
+)
 def test_shape_of_drafts(tiny_model: Path, tmp_path: Path, settings: dict[str, Any], parents: list[int] | None) -> None:
     """A random head is unsure: all of a small tree are guesses for the next place."""
     head = write_head(tmp_path, "eagle", tiny_model)
