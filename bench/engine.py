@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -199,7 +200,10 @@ def _vllm_seconds(python: str, folder: Path) -> Times:
     """Runs bench/vllm_engine.py in an environment of its own; it prints one JSON line last."""
     script = Path(__file__).with_name("vllm_engine.py")
     sizes = json.dumps({"prompt_tokens": PROMPT_TOKENS, "batches": BATCHES, "prefill_prompts": PREFILL_PROMPTS})
-    done = subprocess.run([python, str(script), str(folder), sizes], stdout=subprocess.PIPE, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}  # ours: see `model`
+    done = subprocess.run(
+        [python, str(script), str(folder), sizes], stdout=subprocess.PIPE, text=True, check=False, env=environment
+    )
     if done.returncode != 0:
         raise SystemExit(f"{python} {script} failed with exit code {done.returncode}; its errors are above")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # vllm may have a last word

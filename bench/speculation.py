@@ -184,7 +184,7 @@ def main() -> None:
         raise SystemExit(f"bench.speculation: {error}") from None
     effort = Effort(arguments.seconds)
     if quick:
-        effort = Effort(0.0, least_rounds=2, warm_up_tokens=24)
+        effort = Effort(0.0, least_rounds=2, warm_up_tokens=64)
     grid = Grid(
         batches=arguments.batches,
         sets=sets,

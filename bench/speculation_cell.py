@@ -42,7 +42,7 @@ class Effort:
     seconds: float
     least_rounds: int = 4
     most_rounds: int = 200
-    warm_up_tokens: int = 64  # per sequence, of a policy that does not know this size of batch
+    warm_up_tokens: int = 192  # per sequence, of a policy that does not know this size of batch: workers live long
 
 
 @dataclass(frozen=True, slots=True)
