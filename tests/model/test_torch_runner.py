@@ -151,7 +151,7 @@ def test_cache_size_is_given_once(mixtral: Path) -> None:
 def test_plain_torch_is_said_and_logged(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unavailable(build: object) -> None:
+    def unavailable(build: object, *, may_round: bool) -> None:
         raise KernelsUnavailable("this CPU lacks avx2")
 
     monkeypatch.setattr(backend, "library", unavailable)
