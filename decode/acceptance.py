@@ -142,7 +142,8 @@ class AcceptanceBook:
         for index, outcome in enumerate(outcomes):
             if outcome.nodes is not None:
                 self._is_tree[outcome.grade] = True
-                new[1, index] = np.isin(self._positions, outcome.nodes)
+                new[1, index] = 0.0
+                new[1, index, list(outcome.nodes)] = 1.0
         seen = new[0] > 0.0
         grades = np.array([outcome.grade for outcome in outcomes])
         for grade in set(grades.tolist()):
@@ -170,13 +171,16 @@ class AcceptanceBook:
         Where little was seen a position is like the one before it.
         """
         neighbour_count = np.where(self._is_tree, _NODE_NEIGHBOUR_COUNT, _NEIGHBOUR_COUNT)[:, None]
+        fade = np.where(self._is_tree, _NODE_FADE, 1.0)
         weights = counts[0] + neighbour_count
         rates: Floats = counts[1] / weights
         inherited = neighbour_count / weights
-        before: float | Floats = _FIRST_ACCEPTANCE
-        for position in range(rates.shape[-1]):
-            rates[..., position] += inherited[..., position] * before
-            before = rates[..., position] * np.where(self._is_tree, _NODE_FADE, 1.0)
+        inherited[..., 0] *= _FIRST_ACCEPTANCE
+        inherited[..., 1:] *= fade[:, None]
+        before: float | Floats = 1.0
+        for rate, share in zip(np.moveaxis(rates, -1, 0), np.moveaxis(inherited, -1, 0), strict=True):
+            rate += share * before
+            before = rate
         return rates
 
     def _add(self, sequence_id: str) -> None:

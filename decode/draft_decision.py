@@ -23,6 +23,11 @@ class DraftReason(enum.StrEnum):
     PROBE = "probe"  # plain would be fastest, but a sequence is tried again
 
 
+_UNSETTLED = frozenset(
+    (DraftReason.NO_TIMES, DraftReason.TRY_SHAPE, DraftReason.TRY_DRAFTS, DraftReason.TRY_PLAIN, DraftReason.PROBE)
+)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftDemand:
     """A running sequence, how many drafts it may have at most (see `most_useful_drafts`), and what there is for it."""
@@ -47,6 +52,11 @@ class DraftDecision:
     expected_draft_s: float = math.nan  # of `expected_s`, the drafter's part
     draft_cost: float = math.nan  # of one draft more: in tokens that the fastest choice emits in the time it takes
     free_draft_cost: float = math.nan  # the same if the drafter has it for nothing
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing was tried: the same again would be as good."""
+        return self.reason not in _UNSETTLED and not self.probed_ids
 
     @property
     def expected_speedup(self) -> float:

@@ -87,7 +87,7 @@ class LayerDrafter:
         self._activations = target.backend.activations
         self._device = target.model.embedding.device
         self._num_features = len(layer.taps) * target.config.hidden_size
-        self._sampling = DraftSampling(target.config.vocab_size, layer.vocabulary, method)
+        self._sampling = DraftSampling(target.config.vocab_size, layer.vocabulary, method, target.backend.likeliest())
 
     def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:
         return ANYTHING

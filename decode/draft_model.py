@@ -65,9 +65,10 @@ class DraftModelDrafter:
         self.name = name
         self.num_layers = config.num_layers
         self._block_size = target.layout.block_size
-        placed = {key: target.backend.place(tensor) for key, tensor in weights.items()}
+        backend = target.backend.for_guesses()
+        placed = {key: backend.place(tensor) for key, tensor in weights.items()}
         first_layer = target.config.num_layers
-        self._model = Transformer(config, placed, target.backend, target.cache, first_layer=first_layer)
+        self._model = Transformer(config, placed, backend, target.cache, first_layer=first_layer)
         self._sampling = DraftSampling(config.vocab_size, None, method)
 
     def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:

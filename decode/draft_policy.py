@@ -5,6 +5,9 @@ choices, and the only one where the drafter has nothing. What is uncertain is tr
 shape of step that may turn out faster than forecast, the plain step while drafting goes well, drafts that may stand
 more often than it seems, and sequences that stopped drafting. A choice depends on the text and on earlier steps only,
 never on what the target says in this one, so the output keeps its law.
+
+To decide takes long beside a short step. So what steps taught is taken in a few of them at a time, and until then the
+same situation gets the same decision, unless that was to try something.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class PolicySettings:
     longest_probe_wait: int = 128
     plain_every: int = 256  # steps
     most_probes: int = 2  # per step
+    first_steps: int = 64  # each of which is learnt from at once
+    steps_together: int = 4  # the same later: so many at a time
 
 
 class DraftPolicy:
@@ -49,6 +54,8 @@ class DraftPolicy:
         self._step = 0
         self._plain_at = 0
         self._cap = 0
+        self._unlearnt: list[tuple[DraftDecision, StepOutcome]] = []
+        self._standing: dict[_Situation, DraftDecision] = {}
 
     def choose(self, demands: Sequence[DraftDemand], num_context_tokens: int, num_spare_tokens: int) -> DraftDecision:
         """`num_context_tokens`: of all sequences. `num_spare_tokens`: of the step, beside one token per sequence."""
@@ -56,6 +63,17 @@ class DraftPolicy:
         reason = self._reason_for_none(demands, limits, num_spare_tokens)
         if reason is not None:
             return DraftDecision((0,) * len(demands), reason)
+        situation = _Situation.of(demands, limits, num_spare_tokens)
+        decision = self._standing.get(situation)
+        if decision is None:
+            decision = self._decide(demands, limits, num_context_tokens, num_spare_tokens)
+            if decision.is_settled:
+                self._standing[situation] = decision
+        return decision
+
+    def _decide(
+        self, demands: Sequence[DraftDemand], limits: Sequence[int], num_context_tokens: int, num_spare_tokens: int
+    ) -> DraftDecision:
         chances = self.acceptance.chances(
             [demand.sequence_id for demand in demands], [demand.outlook.grade for demand in demands]
         )
@@ -98,6 +116,19 @@ class DraftPolicy:
     def observe(self, decision: DraftDecision, outcome: StepOutcome) -> None:
         """`outcome` may differ from the decision: sequences leave, blocks run out, drafters propose less. A step that
         also ran a prefill belongs here for its drafts only: pass 0 for `verify_s`."""
+        self._unlearnt.append((decision, outcome))
+        is_new = self._step < self._settings.first_steps
+        if is_new or not decision.is_settled or len(self._unlearnt) >= self._settings.steps_together:
+            self._learn()
+
+    def _learn(self) -> None:
+        """From the steps that were observed since this was done last: whatever was decided since may be wrong now."""
+        for decision, outcome in self._unlearnt:
+            self._learn_from(decision, outcome)
+        self._unlearnt.clear()
+        self._standing.clear()
+
+    def _learn_from(self, decision: DraftDecision, outcome: StepOutcome) -> None:
         self._step += 1
         shape = outcome.shape
         if self.coverage is not None and outcome.num_distinct_experts is not None:
@@ -116,6 +147,7 @@ class DraftPolicy:
             self._budget.spend(_loss(decision, outcome, num_tokens))
 
     def forget(self, sequence_ids: Iterable[str]) -> None:
+        self._learn()  # or it would come back to them
         sequence_ids = list(sequence_ids)
         self.acceptance.forget(sequence_ids)
         self._probes.forget(sequence_ids)
@@ -188,6 +220,27 @@ class DraftPolicy:
                 self._probes.probed(draft.sequence_id, draft.grade, self._step, accepted=draft.num_accepted > 0)
             elif draft.num_asked:
                 self._probes.drafted(draft.sequence_id, draft.grade, self._step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    """What a decision depends on, beside what was learnt; the context grows too slowly to count."""
+
+    sequence_ids: tuple[str, ...]
+    limits: tuple[int, ...]
+    grades: tuple[int, ...]
+    are_free: tuple[bool, ...]
+    num_spare_tokens: int  # no more than can be used
+
+    @classmethod
+    def of(cls, demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_tokens: int) -> _Situation:
+        return cls(
+            tuple(demand.sequence_id for demand in demands),
+            tuple(limits),
+            tuple(demand.outlook.grade for demand in demands),
+            tuple(demand.outlook.is_free for demand in demands),
+            min(num_spare_tokens, sum(limits)),
+        )
 
 
 def _draft_costs(options: DraftOptions, best: Choice, forecast: StepForecast) -> dict[bool, float]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decode.verification import Method
+from model.linear import Likeliest, torch_likeliest
 from model.randomness import Purpose, seed_tensor
 from model.sampling import Row, choose, largest, noisy_argmax, processed_scores
 
@@ -20,8 +20,12 @@ from model.sampling import Row, choose, largest, noisy_argmax, processed_scores
 class DraftSampling:
     """For a drafter whose logits are those of the token ids `vocabulary` [D], ascending (None: of all)."""
 
-    def __init__(self, vocab_size: int, vocabulary: Tensor | None, method: Method) -> None:
+    def __init__(
+        self, vocab_size: int, vocabulary: Tensor | None, method: Method, likeliest: Likeliest = torch_likeliest
+    ) -> None:
         self.vocabulary = vocabulary
+        self._token_ids: Sequence[int] = range(vocab_size) if vocabulary is None else vocabulary.tolist()
+        self._likeliest = likeliest
         self._vocab_size = vocab_size
         self._method = method
 
@@ -65,19 +69,20 @@ class DraftSampling:
         Chances are those of a draw, or of a greedy row's softmax; what cannot be drawn is left out. None where the
         logits are not finite.
         """
-        is_finite = logits.amax(dim=-1).isfinite().tolist()  # a maximum carries NaN along
-        special = [index for index, row in enumerate(rows) if not row.is_plain_greedy and is_finite[index]]
+        special = [index for index, row in enumerate(rows) if not row.is_plain_greedy]
         scores = logits.to(torch.float32, copy=bool(special))
         if special:
+            special = [index for index in special if bool(scores[index].amax().isfinite())]  # NaN is carried along
             wide = processed_scores(self._widened(logits[special]), [rows[index] for index in special])
             scores[special] = wide if self.vocabulary is None else wide[:, self.vocabulary]
-        highest, columns = scores.topk(min(count, scores.shape[1]))
-        chances = (highest - log_sum_exp(scores, highest[:, :1])).tolist()
-        tokens = (columns if self.vocabulary is None else self.vocabulary[columns]).tolist()
-        return [
-            [pair for pair in zip(*of_row, strict=True) if pair[1] > -math.inf] if finite else None
-            for finite, *of_row in zip(is_finite, tokens, chances, strict=True)
-        ]
+        columns, chances = self._likeliest(scores, count)
+        return [self._drafted(*of_row) for of_row in zip(columns.tolist(), chances.tolist(), strict=True)]
+
+    def _drafted(self, columns: Sequence[int], chances: Sequence[float]) -> list[tuple[int, float]] | None:
+        if math.isnan(chances[0]):
+            return None
+        pairs = zip(columns, chances, strict=True)
+        return [(self._token_ids[column], chance) for column, chance in pairs if chance > -math.inf]
 
     def _widened(self, logits: Tensor) -> Tensor:
         """[S, D] -> float32 [S, V], with the tokens that cannot be drafted at -infinity."""
@@ -86,18 +91,6 @@ class DraftSampling:
         wide = logits.new_full((len(logits), self._vocab_size), -math.inf, dtype=torch.float32)
         wide[:, self.vocabulary] = logits.float()
         return wide
-
-
-def log_sum_exp(scores: Tensor, highest: Tensor) -> Tensor:
-    """Of each row of `scores` [R, D] with its maximum `highest` [R, 1]: [R, 1]. Where that is not finite it is NaN.
-
-    On a CPU numpy takes a third of torch's time for a few rows.
-    """
-    if scores.device.type != "cpu":
-        return scores.logsumexp(dim=-1, keepdim=True)
-    with np.errstate(invalid="ignore"):
-        sums = np.exp(scores.numpy() - highest.numpy()).sum(axis=1, keepdims=True)
-    return highest + torch.from_numpy(np.log(sums))
 
 
 def _draw(scores: Tensor, rows: Sequence[Row]) -> list[int]:

@@ -27,7 +27,7 @@ class EagleLayer:
     """Implements `DraftLayer`."""
 
     def __init__(self, target: TorchRunner, head: DraftHead) -> None:
-        config, backend = target.config, target.backend
+        config, backend = target.config, target.backend.for_guesses()
         place = backend.place
         self.name = head.name
         self.taps = head.card.taps

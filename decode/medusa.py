@@ -33,7 +33,7 @@ class MedusaDrafter:
     taps = ()
 
     def __init__(self, target: TorchRunner, head: DraftHead, method: Method) -> None:
-        backend, config = target.backend, target.config
+        backend, config = target.backend.for_guesses(), target.config
         self.name = head.name
         self.num_heads = sum(name.endswith(".bias") for name in head.weights)
         self._hidden_size = config.hidden_size

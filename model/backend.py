@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from model import huge_pages
 from model.attention import AttentionBackend, HeadNorms, TorchAttention
 from model.config import ModelConfig
 from model.kernels.library import AMX, AVX512, Build, KernelsUnavailable
@@ -22,13 +23,15 @@ from model.kernels.parts import (
     MAX_HEAD_DIM,
     KernelAttention,
     KernelFeedForward,
+    KernelLikeliest,
     KernelLinear,
     KernelMoE,
     KernelNorm,
+    eight_bit_rows,
     library,
 )
 from model.kv_cache import PagedKVCache
-from model.linear import Linear, Norm, TorchLinear, TorchNorm
+from model.linear import Likeliest, Linear, Norm, TorchLinear, TorchNorm, torch_likeliest
 from model.moe import Expert, FeedForward, TorchFeedForward, TorchMoE
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ KERNELS = ("auto", "c", "mixed", "torch")
 # oneDNN packs the weights anew at every call; with AMX ours copy them once, which fewer than six tokens do not repay.
 MANY_TOKENS = {"avx2": 48, "avx512": 48, "avx512_bf16": 112, "amx": 192}  # for oneDNN, by what ours are compiled for
 TILED_TOKENS = 6  # for the kernels with AMX
+SEVERAL_TOKENS = 9  # from which on to widen eight bits for each tile takes longer than to read sixteen
+_EIGHT_BIT_PIECE_BYTES = 16 << 20
 
 
 class Backend(Protocol):
@@ -68,6 +73,12 @@ class Backend(Protocol):
     def attention(
         self, config: ModelConfig, cache: PagedKVCache, head_norms: Sequence[HeadNorms | None]
     ) -> AttentionBackend: ...
+
+    def likeliest(self) -> Likeliest: ...
+
+    def for_guesses(self) -> Backend:
+        """One that is faster where results need not be exact: a drafter's, which are verified."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,12 @@ class TorchBackend:
         self, config: ModelConfig, cache: PagedKVCache, head_norms: Sequence[HeadNorms | None]
     ) -> AttentionBackend:
         return TorchAttention(config, cache, head_norms)
+
+    def likeliest(self) -> Likeliest:
+        return torch_likeliest
+
+    def for_guesses(self) -> Backend:
+        return self
 
 
 class KernelBackend:
@@ -133,6 +150,12 @@ class KernelBackend:
     ) -> AttentionBackend:
         return KernelAttention(self._library, config, cache, head_norms)
 
+    def likeliest(self) -> Likeliest:
+        return KernelLikeliest(self._library)
+
+    def for_guesses(self) -> Backend:
+        return self
+
 
 class MixedBackend(KernelBackend):
     """The C kernels for few tokens, when reading the weights takes the time, and oneDNN in bfloat16 for many.
@@ -147,6 +170,9 @@ class MixedBackend(KernelBackend):
         self._many_tokens = MANY_TOKENS[self.name]
         self._fewest = KernelBackend(dtype, AVX512) if self.name == AMX.name else None
         self.name += ", oneDNN bf16 for many tokens"
+
+    def for_guesses(self) -> Backend:
+        return EightBitBackend(self._dtype)
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         mixed = MixedLinear(super().linear(weights, biases), TorchLinear(weights, biases), self._many_tokens)
@@ -169,6 +195,31 @@ class MixedBackend(KernelBackend):
         if self._fewest is None:
             return mixed
         return FeedForwardByCount(self._fewest.mixture(*weights), mixed, tokens(TILED_TOKENS))
+
+
+class EightBitBackend(MixedBackend):
+    """Reads copies of the weights in eight bits for the fewest tokens: half the bytes, but more work for each token."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._arena = huge_pages.Arena(_EIGHT_BIT_PIECE_BYTES)
+        self.name += ", 8-bit weights for the fewest"
+
+    def placed_bytes(self, weight: Tensor) -> int:
+        return super().placed_bytes(weight) + weight.numel()
+
+    def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
+        fewest = KernelLinear(self._library, [self._in_eight_bits(weight) for weight in weights], biases)
+        return LinearByCount(fewest, super().linear(weights, biases), SEVERAL_TOKENS)
+
+    def feed_forward(self, expert: Expert) -> FeedForward:
+        fewest = Expert(*(self._in_eight_bits(weight) for weight in (expert.gate, expert.up, expert.down)))
+        return FeedForwardByCount(
+            KernelFeedForward(self._library, fewest), super().feed_forward(expert), SEVERAL_TOKENS
+        )
+
+    def _in_eight_bits(self, weight: Tensor) -> Tensor:
+        return self._arena.copied(eight_bit_rows(weight))
 
 
 @dataclass(frozen=True, slots=True)

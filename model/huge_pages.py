@@ -21,23 +21,33 @@ def allocate(num_bytes: int) -> mmap.mmap:
     return pages
 
 
+class Arena:
+    """Hands out such memory for tensors, each on a cache line of its own, from pieces of at least so many bytes."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        num_bytes = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if num_bytes > len(self._free):
+            self._free = _whole_pages(max(num_bytes, self._piece_bytes))
+        memory, self._free = self._free[: tensor.nbytes], self._free[num_bytes:]
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors in such memory, each on a cache line of its own. Tensors that share memory share their copy."""
-    starts: dict[tuple[int, int], int] = {}
-    end = 0
-    for tensor in tensors.values():
-        if _place(tensor) not in starts:
-            starts[_place(tensor)] = end
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    pages = allocate(-(-max(end, 1) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES)
+    """The same tensors in such memory. Tensors that share memory share their copy."""
+    distinct = {_place(tensor): tensor for tensor in tensors.values()}
+    arena = Arena(sum(tensor.nbytes + ALIGNMENT for tensor in distinct.values()))
+    copies = {place: arena.copied(tensor) for place, tensor in distinct.items()}
+    return {name: copies[_place(tensor)].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _whole_pages(num_bytes: int) -> Tensor:
+    pages = allocate(-(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    first = -memory.data_ptr() % PAGE_BYTES
-    copies = {}
-    for name, tensor in tensors.items():
-        start = first + starts[_place(tensor)]
-        copy = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copies[name] = copy.copy_(tensor)
-    return copies
+    return memory[-memory.data_ptr() % PAGE_BYTES :]
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

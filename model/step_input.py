@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -19,8 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.runner import Chunk
-
-Ints = NDArray[np.int64]
 
 MAX_NODES = 64  # of a tree: bits of a mask
 
@@ -63,29 +60,36 @@ class StepInput:
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], block_size: int, inverse_frequencies: Tensor) -> StepInput:
+        """Puts them together in plain Python: beside a short step each call of numpy or torch takes long."""
         device = inverse_frequencies.device
-        starts = tuple(chunk.start for chunk in chunks)
-        lens = tuple(len(chunk.token_ids) for chunk in chunks)
-        query_starts = np.concatenate(([0], np.cumsum(lens)))
-        token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, query_starts[-1])
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
-        tables = _block_tables(chunks)
-        rows = np.repeat(np.arange(len(chunks)), lens)
-        slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_starts, context_lens = [0], []
+        for chunk in chunks:
+            end = chunk.start + len(chunk.token_ids)
+            blocks = chunk.block_ids
+            token_ids += chunk.token_ids
+            positions += range(chunk.start, end)
+            slots += [blocks[at // block_size] * block_size + at % block_size for at in range(chunk.start, end)]
+            query_starts.append(len(token_ids))
+            context_lens.append(end)
         trees = None
         if any(chunk.parents is not None for chunk in chunks):
-            trees, positions = _trees(chunks, positions, query_starts, device)
-        angles = torch.from_numpy(positions).to(device).float()[:, None] * inverse_frequencies
+            trees = _trees(chunks, positions, query_starts, device)
+        ids, places, ats = torch.tensor([token_ids, slots, positions]).to(device)
+        angles = ats.float()[:, None] * inverse_frequencies
+        lens = torch.tensor(query_starts + context_lens, dtype=torch.int32).to(device)
         return cls(
-            token_ids=torch.from_numpy(token_ids).to(device),
-            slots=torch.from_numpy(slots).to(device),
+            token_ids=ids,
+            slots=places,
             cosines=angles.cos(),
             sines=angles.sin(),
-            block_tables=torch.from_numpy(tables).to(device),
-            query_starts=torch.from_numpy(query_starts.astype(np.int32)).to(device),
-            context_lens=torch.from_numpy(np.add(starts, lens).astype(np.int32)).to(device),
-            chunk_lens=lens,
-            chunk_starts=starts,
+            block_tables=torch.from_numpy(_block_tables(chunks)).to(device),
+            query_starts=lens[: len(query_starts)],
+            context_lens=lens[len(query_starts) :],
+            chunk_lens=tuple(len(chunk.token_ids) for chunk in chunks),
+            chunk_starts=tuple(chunk.start for chunk in chunks),
             trees=trees,
         )
 
@@ -96,14 +100,18 @@ class StepInput:
         return torch.tensor(indexes, dtype=torch.int64, device=self.token_ids.device)
 
 
-def _trees(chunks: Sequence[Chunk], positions: Ints, query_starts: Ints, device: torch.device) -> tuple[Trees, Ints]:
-    """With the positions of all tokens, which were those of their slots. Raises ValueError for a tree with no root."""
-    starts = np.empty(len(chunks), np.int32)
-    seen = np.zeros(len(positions), np.uint64)
-    positions = positions.copy()
-    for index, (chunk, end) in enumerate(zip(chunks, query_starts[1:].tolist(), strict=True)):
+def _trees(chunks: Sequence[Chunk], positions: list[int], query_starts: Sequence[int], device: torch.device) -> Trees:
+    """Puts right the positions of nodes, which were those of their slots.
+
+    Raises:
+        ValueError: a tree has no root.
+    """
+    starts = []
+    seen = [0] * len(positions)
+    for chunk, end in zip(chunks, query_starts[1:], strict=True):
         parents = chunk.parents or ()
-        starts[index] = first = chunk.start + len(chunk.token_ids) - len(parents)
+        first = chunk.start + len(chunk.token_ids) - len(parents)
+        starts.append(first)
         if parents and (first < 1 or len(parents) > MAX_NODES):
             raise ValueError(f"a tree of {len(parents)} nodes at slot {first}: at most {MAX_NODES}, behind a token")
         depths, masks = [0], [0]  # of the root and the nodes
@@ -111,10 +119,14 @@ def _trees(chunks: Sequence[Chunk], positions: Ints, query_starts: Ints, device:
             depths.append(depths[parent + 1] + 1)
             masks.append(masks[parent + 1] | 1 << node)
         count = min(len(parents), len(chunk.token_ids))  # the rest has run before
-        positions[end - count : end] = np.array(depths[len(depths) - count :]) + first - 1
-        seen[end - count : end] = masks[len(masks) - count :]
-    trees = Trees(torch.from_numpy(starts).to(device), torch.from_numpy(seen.view(np.int64)).to(device))
-    return trees, positions
+        positions[end - count : end] = [first - 1 + depth for depth in depths[len(depths) - count :]]
+        seen[end - count : end] = [_signed(mask) for mask in masks[len(masks) - count :]]
+    return Trees(torch.tensor(starts, dtype=torch.int32).to(device), torch.tensor(seen).to(device))
+
+
+def _signed(mask: int) -> int:
+    """The number of 64 bits with a sign that has the same bits: torch has no others."""
+    return mask - (1 << 64) if mask >> 63 else mask
 
 
 def _block_tables(chunks: Sequence[Chunk]) -> NDArray[np.int32]:

@@ -34,7 +34,7 @@ static void silu_times_rows(float *gate, const float *up, long ld, long M, long 
 static void up_piece(const void *job, long p) {
     const struct experts *e = job;
     const long expert = p / e->num_pieces, row = p % e->num_pieces * e->piece, n = MIN(e->piece, e->I - row);
-    const long first = e->start[expert], M = e->start[expert + 1] - first, offset = row * e->K * bytes_of(e->type);
+    const long first = e->start[expert], M = e->start[expert + 1] - first, offset = row * row_bytes(e->type, e->K);
     if (M == 0) return;
     if (is_packed(e->type)) {
         const char *x = (const char *)e->x + packed_bytes(e->begin[expert], e->K);
@@ -55,7 +55,7 @@ static void down_piece(const void *job, long p) {
     const long expert = p / e->num_pieces, row = p % e->num_pieces * e->piece, n = MIN(e->piece, e->K - row);
     const long first = e->start[expert], M = e->start[expert + 1] - first;
     if (M == 0) return;
-    const char *w = e->down[expert] + row * e->I * bytes_of(e->type);
+    const char *w = e->down[expert] + row * row_bytes(e->type, e->I);
     float *y = e->y + first * e->K + row;
     if (is_packed(e->type))
         multiply_packed((char *)e->hidden + packed_bytes(e->begin[expert], e->I), M, w, n, e->I, y, e->K, e->add);

@@ -12,9 +12,12 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-enum { F32, BF16, F16 };
+enum { F32, BF16, F16, I8 };
 
-INLINE long bytes_of(int type) { return type == F32 ? 4 : 2; }
+INLINE long bytes_of(int type) { return type == F32 ? 4 : type == I8 ? 1 : 2; }
+
+/* A row of K weights. Behind those of I8 is the float that they are to be multiplied by. */
+INLINE long row_bytes(int type, long K) { return type == I8 ? ((K + 3) & -4) + 4 : K * bytes_of(type); }
 
 /* A vector of WIDTH floats: the widest that the build is for. */
 #ifdef __AVX512F__
@@ -40,6 +43,9 @@ INLINE vector power_of_two(vector n) {
 }
 INLINE __mmask16 first_of_16(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
 INLINE halves load_halves(const char *from) { return _mm256_loadu_si256((const __m256i *)from); }
+INLINE vector load_bytes(const char *from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
 INLINE vector from_f16(halves h) { return _mm512_cvtph_ps(h); }
 INLINE vector from_bf16(halves h) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
@@ -68,6 +74,9 @@ INLINE vector power_of_two(vector n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 INLINE halves load_halves(const char *from) { return _mm_loadu_si128((const __m128i *)from); }
+INLINE vector load_bytes(const char *from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+}
 INLINE vector from_f16(halves h) { return _mm256_cvtph_ps(h); }
 INLINE vector from_bf16(halves h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
 INLINE __m256 fold_sum(vector v) { return v; }
@@ -76,6 +85,7 @@ INLINE __m256 fold_most(vector v) { return v; }
 
 INLINE vector load_as(int type, const char *from) {
     if (type == F32) return vload((const float *)from);
+    if (type == I8) return load_bytes(from);
     return type == F16 ? from_f16(load_halves(from)) : from_bf16(load_halves(from));
 }
 
@@ -138,8 +148,8 @@ INLINE vector silu_times(vector gate, vector up) {
     return vmul(vdiv(gate, divisor), up);
 }
 
-/* y[m, n] (+)= x[m, :] . w[n, :] for m < M, n < N, on the calling thread. Rows of x, w and y are ldx, K and ldy
- * elements apart; w is of `type`. With `add` the product is added to y. */
+/* y[m, n] (+)= x[m, :] . w[n, :] for m < M, n < N, on the calling thread. Rows of x and y are ldx and ldy elements
+ * apart; w is of `type`, row after row. With `add` the product is added to y. */
 void multiply(int type, const float *x, long ldx, long M, const char *w, long N, long K, float *y, long ldy, int add);
 
 /* With AMX, the same for weights of bfloat16 and rows that were packed before, in groups of TOKENS. */
@@ -181,7 +191,7 @@ INLINE int threads_for(long work, int num_threads) { return work < 1 << 17 ? 1 :
 /* Rows of w that one thread takes at a time: they stay in its cache while all rows of x pass by, every thread gets
  * several such pieces, and they can be worked on by two, three, four or six, or by STEP if x is packed. */
 INLINE long rows_per_piece(int type, long N, long K, int num_threads) {
-    const long in_cache = (128 << 10) / (K * bytes_of(type)), most = MIN(in_cache, N / (4 * num_threads));
+    const long in_cache = (128 << 10) / row_bytes(type, K), most = MIN(in_cache, N / (4 * num_threads));
     const long unit = is_packed(type) ? STEP : 24;
     return MAX(unit, most / unit * unit);
 }

@@ -26,7 +26,7 @@ static void linear_piece(const void *job, long p) {
     if (bias != NULL)
         for (long m = 0; m < l->M; m++)
             for (long j = 0; j < n; j++) y[m * l->ldy + j] = bias[first + j] + (l->add ? y[m * l->ldy + j] : 0);
-    const char *w = l->w[part] + first * l->K * bytes_of(l->type);
+    const char *w = l->w[part] + first * row_bytes(l->type, l->K);
     if (is_packed(l->type))
         multiply_packed(l->packed, l->M, w, n, l->K, y, l->ldy, l->add || bias != NULL);
     else

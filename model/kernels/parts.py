@@ -1,4 +1,5 @@
-"""The parts of a transformer computed by the C kernels: activations in float32, weights as the checkpoint has them.
+"""The parts of a transformer computed by the C kernels: activations in float32, weights as the checkpoint has them or
+in eight bits.
 
 Each part keeps the tensors that its pointers point into. Letters as in `model.linear`, `attention` and `moe`.
 """
@@ -18,7 +19,7 @@ from model.kv_cache import PagedKVCache
 from model.moe import Expert
 from model.step_input import StepInput
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 MAX_HEAD_DIM = 256
 MAX_GROUP = 48
 TOKENS_AT_ONCE = 512  # through the feed-forward net: bounds its scratch memory
@@ -31,6 +32,7 @@ SIGNATURES = {
     "feed_forward": (_P, _L, _L, _L, _I, _P, _P, _P, _P, _P, _I),
     "mixture": (_P, _L, _L, _L, _L, _L, _I, _P, _P, _P, _P, _P, _P, _P, _I),
     "store": (_P, _L, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _I, _P, _P, _I),
+    "likeliest": (_P, _L, _L, _L, _P, _P),
     "attention": (_P, _L, _L, _L, _L, _I, _P, _L, _P, _P, _P, _L, _P, _P, _P, _I),
 }
 
@@ -48,6 +50,18 @@ def library(build: Build | None = None, *, may_round: bool = False) -> tuple[Bui
         function = getattr(kernels, name)
         function.argtypes, function.restype = arguments, None
     return build, kernels
+
+
+def eight_bit_rows(weight: Tensor) -> Tensor:
+    """A matrix [N, K] as the kernels read it in eight bits, int8 [N, K rounded up to 4, and 4 more]: each row's largest
+    value becomes 127, and what that stands for is a float behind the row."""
+    num_rows, num_inputs = weight.shape
+    room = _rounded(num_inputs, 4)
+    rows = torch.zeros((num_rows, room + 4), dtype=torch.int8)
+    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
+    rows[:, :num_inputs] = (weight.float() / scales).round()
+    rows[:, room:] = scales.view(torch.int8)
+    return rows
 
 
 def _room(num_rows: int, *num_inputs: int) -> int:
@@ -106,7 +120,7 @@ class KernelFeedForward:
         self._call = kernels.feed_forward
         self._kept = [matrix.contiguous() for matrix in (expert.gate, expert.up, expert.down)]
         self._matrices = [matrix.data_ptr() for matrix in self._kept]
-        self._sizes = expert.gate.shape[1], expert.gate.shape[0], TYPES[expert.gate.dtype]  # K, I
+        self._sizes = expert.down.shape[0], expert.gate.shape[0], TYPES[expert.gate.dtype]  # K, I
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
         num_inputs, num_inner, _ = self._sizes
@@ -143,6 +157,20 @@ class KernelMoE:
             end = work.data_ptr(), counts.data_ptr(), target.data_ptr(), torch.get_num_threads()
             self._call(piece.data_ptr(), len(piece), *self._sizes, *self._matrices, *end)
         return load.sum(dim=0)
+
+
+class KernelLikeliest:
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self._call = kernels.likeliest
+
+    def __call__(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        num_rows, num_columns = scores.shape
+        count = min(count, num_columns)
+        columns = torch.empty((num_rows, count), dtype=torch.int64)
+        shares = torch.empty((num_rows, count))
+        scores = scores.contiguous()
+        self._call(scores.data_ptr(), num_rows, num_columns, count, columns.data_ptr(), shares.data_ptr())
+        return columns, shares
 
 
 class KernelAttention:

@@ -40,6 +40,15 @@ def test_tensors_that_share_memory_share_their_copy() -> None:
     assert torch.equal(copies["head"], embedding)
 
 
+def test_arena_hands_out_memory_that_does_not_overlap() -> None:
+    arena = huge_pages.Arena(4096)
+    tensors = [torch.randn(rows, 5) for rows in (1, 30, 0, 700_000, 3)]  # within a piece, and larger than one
+    copies = [arena.copied(tensor) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy, tensor)
+        assert copy.data_ptr() % 64 == 0 or not copy.nbytes
+
+
 def test_nothing_to_copy() -> None:
     assert huge_pages.copied({}) == {}
 

@@ -17,7 +17,17 @@ from torch.nn import functional as F
 
 from model.kernels import library as compiled
 from model.kernels.library import Build, KernelsUnavailable
-from model.kernels.parts import SIGNATURES, KernelFeedForward, KernelLinear, KernelMoE, KernelNorm, library
+from model.kernels.parts import (
+    SIGNATURES,
+    KernelFeedForward,
+    KernelLikeliest,
+    KernelLinear,
+    KernelMoE,
+    KernelNorm,
+    eight_bit_rows,
+    library,
+)
+from model.linear import torch_likeliest
 from model.moe import Expert, TorchMoE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -73,6 +83,43 @@ def test_rounded_activations_lose_nothing_else(num_outputs: int, num_inputs: int
     for num_tokens in (*range(1, 18), 70):
         x = random(num_tokens, num_inputs, seed=num_tokens)
         close(linear(x), x.bfloat16().double() @ weight.double().T)
+
+
+def widened(rows: Tensor, num_inputs: int) -> Tensor:
+    """What rows of eight bits stand for, in float64."""
+    scales = rows[:, -4:].contiguous().view(torch.float32)
+    return rows[:, :num_inputs].double() * scales.double()
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (3, 7), (25, 40), (67, 33), (130, 805), (9, 1600)])
+def test_eight_bit_rows_are_within_half_a_step(num_outputs: int, num_inputs: int) -> None:
+    weight = random(num_outputs, num_inputs, scale=3.0)
+    weight[0] = 0.0
+    error = (widened(eight_bit_rows(weight), num_inputs) - weight.double()).abs()
+    step = weight.double().abs().amax(dim=1, keepdim=True) / 127
+    assert bool((error <= 0.5001 * step).all())
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (3, 7), (25, 40), (67, 33), (130, 805), (9, 1600)])
+def test_linear_of_eight_bits(kernels: Kernels, num_outputs: int, num_inputs: int) -> None:
+    rows = eight_bit_rows(random(num_outputs, num_inputs))
+    linear = KernelLinear(kernels.library, [rows], [None])
+    for num_tokens in (*range(1, 14), 31, 47, 48, 70):
+        x = random(num_tokens, num_inputs, seed=num_tokens)
+        seen = x.bfloat16() if kernels.build == compiled.AVX512_BF16 else x
+        close(linear(x), seen.double() @ widened(rows, num_inputs).T)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 50])
+def test_feed_forward_of_eight_bits(kernels: Kernels, num_tokens: int) -> None:
+    matrices = [random(70, 33, seed=1), random(70, 33, seed=2), random(33, 70, seed=3)]
+    rows = [eight_bit_rows(matrix) for matrix in matrices]
+    gate, up, down = (widened(row, matrix.shape[1]) for row, matrix in zip(rows, matrices, strict=True))
+    x = random(num_tokens, 33, seed=num_tokens)
+    expected = (F.silu(x.double() @ gate.T) * (x.double() @ up.T)) @ down.T
+    y = torch.zeros(num_tokens, 33)
+    KernelFeedForward(kernels.library, Expert(*rows))(x, add_to=y)
+    close(y, expected, kernels.error(torch.bfloat16) if kernels.build == compiled.AVX512_BF16 else 2e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64])
@@ -235,3 +282,34 @@ def test_the_fastest_build_that_cpu_system_and_compiler_support(
     compiled.load.cache_clear()
     monkeypatch.setattr(compiled, "_cpu_features", lambda: everything)
     assert compiled.load_fastest()[0] == compiled.AVX2
+
+
+@pytest.mark.parametrize("size", [1, 3, 15, 64, 65, 200, 8192])
+@pytest.mark.parametrize("count", [1, 4, 10])
+def test_likeliest(kernels: Kernels, size: int, count: int) -> None:
+    scores = random(3, size, scale=3.0)
+    columns, shares = KernelLikeliest(kernels.library)(scores, count)
+    ordered = scores.double().log_softmax(dim=-1).sort(dim=-1, descending=True)
+    assert columns.tolist() == ordered.indices[:, :count].tolist()
+    assert (shares.double() - ordered.values[:, :count]).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("implementation", ["c", "torch"])
+def test_likeliest_where_scores_are_no_numbers(kernels: Kernels, implementation: str) -> None:
+    find = KernelLikeliest(kernels.library) if implementation == "c" else torch_likeliest
+    scores = torch.full((5, 100), -torch.inf)
+    scores[0, [7, 90]] = torch.tensor([1.0, 2.0])  # two have a chance
+    scores[2, 50], scores[3, 50] = torch.nan, torch.inf  # and in row 1 none
+    scores[4, [3, 70]] = -1e30
+    columns, shares = find(scores, 3)
+    assert columns[0, :2].tolist() == [90, 7]
+    assert shares[0].exp().tolist() == pytest.approx([1 / (1 + 1 / torch.e), 1 / (1 + torch.e), 0.0])
+    assert shares[1].tolist() == [-torch.inf] * 3
+    assert bool(shares[2:4].isnan().all())
+    assert shares[4, :2].exp().tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_of_equals_the_first_is_likeliest(kernels: Kernels) -> None:
+    scores = torch.zeros(1, 200)
+    scores[0, 150:] = 1.0
+    assert KernelLikeliest(kernels.library)(scores, 4)[0].tolist() == [[150, 151, 152, 153]]

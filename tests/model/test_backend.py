@@ -1,0 +1,73 @@
+"""What backends choose between: kernels by the number of tokens, and weights of eight bits for what is only guessed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.backend import SEVERAL_TOKENS, EightBitBackend, KernelBackend, MixedBackend, TorchBackend
+from model.moe import Expert
+
+COUNTS = [1, SEVERAL_TOKENS - 1, SEVERAL_TOKENS, 60, 300]
+NEEDS_BF16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 in this CPU")
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+@NEEDS_BF16
+@pytest.mark.parametrize("num_tokens", COUNTS)
+def test_eight_bits_are_near_enough_to_guess(num_tokens: int) -> None:
+    weights = [random(rows, 96, seed=rows).bfloat16() for rows in (130, 65)]
+    linear = MixedBackend(torch.bfloat16).for_guesses().linear(weights, [None, None])
+    x = random(num_tokens, 96, seed=1)
+    expected = x.double() @ torch.cat(weights).double().T
+    assert relative_error(linear(x), expected) < 0.02
+    assert relative_error(linear(x, add_to=torch.ones(num_tokens, 195)), expected + 1) < 0.02
+
+
+@NEEDS_BF16
+@pytest.mark.parametrize("num_tokens", COUNTS)
+def test_feed_forward_of_eight_bits(num_tokens: int) -> None:
+    gate, up, down = (random(130, 96, seed=2), random(130, 96, seed=3), random(96, 130, seed=4))
+    expert = Expert(*(weight.bfloat16() / 8 for weight in (gate, up, down)))
+    x = random(num_tokens, 96, seed=5)
+    wide = [weight.double() for weight in (expert.gate, expert.up, expert.down)]
+    expected = 1 + (F.silu(x.double() @ wide[0].T) * (x.double() @ wide[1].T)) @ wide[2].T
+    y = torch.ones(num_tokens, 96)
+    EightBitBackend(torch.bfloat16).feed_forward(expert)(x, add_to=y)
+    assert relative_error(y, expected) < 0.02
+
+
+@NEEDS_BF16
+def test_few_tokens_read_eight_bits_and_several_the_weights_themselves() -> None:
+    """Told apart by a row in which eight bits, scaled to its largest weight, leave nothing of the others."""
+    weight = torch.full((1, 64), 1e-3).bfloat16()
+    weight[0, 0] = 1.0
+    linear = EightBitBackend(torch.bfloat16).linear([weight], [None])
+    x = torch.ones(SEVERAL_TOKENS, 64)
+    x[:, 0] = 0.0
+    assert linear(x[:-1]).abs().max() == 0.0
+    assert linear(x).min() > 0.05
+
+
+def test_others_guess_as_they_compute() -> None:
+    """In float32 a drafter is what its tests compare with."""
+    plain = TorchBackend(torch.device("cpu"), torch.float32)
+    assert plain.for_guesses() is plain
+    kernels = KernelBackend(torch.float32)
+    assert kernels.for_guesses() is kernels
+
+
+@NEEDS_BF16
+def test_memory_of_copies_is_counted() -> None:
+    weight = torch.zeros(8, 100, dtype=torch.bfloat16)
+    mixed = MixedBackend(torch.bfloat16)
+    assert (mixed.placed_bytes(weight), mixed.for_guesses().placed_bytes(weight)) == (1600, 2400)
