@@ -21,10 +21,10 @@ from decode.outlook import NUM_GRADES
 Floats = NDArray[np.float64]
 
 _FIRST_ACCEPTANCE = 0.6  # of a drafter nobody has used yet
-_OWN_MEMORY = 0.98  # of a sequence, per step that looked at the position
-_POOL_MEMORY = 0.99
+_OWN_MEMORY = 0.99  # of a sequence, per step that looked at the position
+_POOL_MEMORY = 0.997
 _UNSEEN_MEMORY = 0.995  # of positions that a step did not reach: they slowly become like the one before, and are tried
-_PRIOR_COUNT = 12.0  # drafts of its own after which a sequence counts as much as what others say of it
+_PRIOR_COUNT = 20.0  # drafts of its own after which a sequence counts as much as what others say of it
 _LEAST_PRIOR_COUNT = 4.0  # the same, where there are no others
 _RATIO_COUNT = 4.0  # drafts that would stand by others', after which a sequence is taken to differ from them
 _NEIGHBOUR_COUNT = 2.0  # of a position: what the position before it says

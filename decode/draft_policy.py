@@ -30,6 +30,7 @@ class PolicySettings:
     exploration_share: float = 0.008  # of the time
     most_exploration_steps: float = 5.0  # saved up; also what the first steps may lose
     hysteresis: float = 0.01  # what drafting must gain over none, and another cap over the last one, to be chosen
+    worth_trying: float = 0.03  # what a trial of another shape must be hoped to gain
     first_probe_wait: int = 16
     longest_probe_wait: int = 128
     plain_every: int = 256  # steps
@@ -178,7 +179,10 @@ class DraftPolicy:
         plain_is_old = self._step - self._plain_at >= self._settings.plain_every
         if plain_is_old and self._budget.allows(0.0):  # loses less than a step, and so may overdraw
             return (0, 0), DraftReason.TRY_PLAIN
-        hopeful = options.highest(options.rates * (1.0 + forecast.doubt)[options.num_drafts])
+        hoped = options.rates * (1.0 + forecast.doubt)[options.num_drafts]
+        hopeful = options.highest(hoped)
+        if hoped[hopeful] < options.rates[best] * (1.0 + self._settings.worth_trying):
+            return best, DraftReason.FASTEST if best[1] else DraftReason.PLAIN_FASTEST
         num_seen_hopeful, num_seen_best = forecast.num_seen[[options.num_drafts[hopeful], options.num_drafts[best]]]
         seconds, num_tokens = float(options.seconds[hopeful]), float(options.num_tokens[hopeful])
         if num_seen_hopeful < num_seen_best and self._may_lose(options, best, seconds, num_tokens):

@@ -21,6 +21,7 @@ _KNEES = np.array([4.0, 8.0, 16.0, 32.0, 64.0, 128.0])
 _FLOOR_S = 1e-6
 _EXACT_ROWS, _ROWS_PER_OCTAVE, _MOST_ROWS = 16, 8, 4096
 _EXACT_SEQUENCES, _SEQUENCES_PER_OCTAVE, _MOST_SEQUENCES = 8, 4, 1024
+_UNSEEN_WEIGHT = 0.1  # in steps, of a time that nothing like it was measured of
 _DRIFT_STEPS = 9
 _DRIFT_NOISES = 2.6  # median error of so many steps, in noise, that shows the machine itself to be slower: 5 sigma
 
@@ -117,10 +118,11 @@ class StepTime:
         if len(known):
             verify_s = verify_s * np.interp(num_rows, self._rows_of_cell[known], factors)
         cells = self._cell_of_rows[np.minimum(num_rows, _MOST_ROWS).astype(np.intp) - 1]
+        num_seen = self._verify.counts(group)[cells]
         return StepForecast(
-            np.maximum.accumulate(verify_s) * self.drift,
+            rising(verify_s, num_seen + _UNSEEN_WEIGHT) * self.drift,
             *self._draft_s(group, longest_draft),
-            self._verify.counts(group)[cells],
+            num_seen,
             self._verify.noise,
         )
 
@@ -130,7 +132,8 @@ class StepTime:
         seconds = idle + asked * (lengths > 0) + per_step * lengths
         known, factors = self._draft.corrections(group)
         scale = np.interp(lengths, known, factors) if len(known) else np.ones(len(lengths))
-        return np.maximum.accumulate(seconds * scale) * self.drift, per_token * scale * self.drift
+        num_seen = self._draft.counts(group)[: len(lengths)]
+        return rising(seconds * scale, num_seen + _UNSEEN_WEIGHT) * self.drift, per_token * scale * self.drift
 
     def _verify_features(self, num_sequences: int, num_context_tokens: int, num_rows: Floats) -> Floats:
         features = np.zeros((len(num_rows), 4 + len(_KNEES)))
@@ -148,6 +151,24 @@ class StepTime:
         if len(self._errors) == _DRIFT_STEPS and abs(statistics.median(self._errors)) > limit:
             self._log_drift += math.log1p(statistics.median(e for e in self._errors if abs(e) > limit))
             self._errors.clear()
+
+
+def rising(values: Floats, weights: Floats) -> Floats:
+    """The sequence nearest to `values` that never falls, by weighted squares: pool adjacent violators.
+
+    So a value that rests on little does not lift those behind it that are well known.
+    """
+    if not (values[1:] < values[:-1]).any():
+        return values
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        length = 1
+        while pools and pools[-1][0] > value:
+            mean, of_mean, before = pools.pop()
+            value, weight = (value * weight + mean * of_mean) / (weight + of_mean), weight + of_mean
+            length += before
+        pools.append((value, weight, length))
+    return np.repeat([mean for mean, _, _ in pools], [length for _, _, length in pools])
 
 
 def _bin(count: int, num_exact: int, num_per_octave: int) -> int:

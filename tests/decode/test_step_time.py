@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decode.coverage import ExpertCoverage, Routing
-from decode.step_time import StepForecast, StepShape, StepTime
+from decode.step_time import StepForecast, StepShape, StepTime, rising
 from tests.decode.simulated_hardware import DENSE, SPARSE, Hardware
 
 CONTEXT = 300  # tokens per sequence
@@ -150,3 +150,29 @@ def test_finer_routing_is_seen_by_its_experts() -> None:
         observe(step_time, hardware, num_sequences, 0)
     seen = forecast(step_time, 1)
     assert seen.verify_s[7] == pytest.approx(hardware.verify_s([7], CONTEXT), rel=0.1)
+
+
+def test_one_odd_step_does_not_lift_larger_ones_that_are_known() -> None:
+    """5 rows, seen once and disturbed; steps of 8 rows, seen often, take no longer than they do."""
+    step_time = StepTime(7)
+    for _ in range(60):
+        for length in (0, 2, 7):
+            observe(step_time, DENSE, 1, length)
+    observe(step_time, DENSE, 1, 4, slowness=1.5)
+    forecast = step_time.forecast(1, CONTEXT, 7, 7)
+    assert forecast.verify_s[7] == pytest.approx(DENSE.verify_s([7], CONTEXT), rel=0.02)
+    assert (np.diff(forecast.verify_s) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0]),
+        ([1.0, 4.0, 2.0], [1.0, 1.0, 1.0], [1.0, 3.0, 3.0]),
+        ([1.0, 4.0, 2.0], [1.0, 1.0, 3.0], [1.0, 2.5, 2.5]),
+        ([3.0, 2.0, 1.0, 5.0], [1.0, 1.0, 2.0, 1.0], [1.75, 1.75, 1.75, 5.0]),
+        ([2.0, 3.0, 1.0], [1.0, 1.0, 1.0], [2.0, 2.0, 2.0]),  # the last pool reaches the first
+    ],
+)
+def test_nearest_sequence_that_never_falls(values: list[float], weights: list[float], expected: list[float]) -> None:
+    assert rising(np.array(values), np.array(weights)).tolist() == pytest.approx(expected)

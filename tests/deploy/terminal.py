@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -23,6 +24,8 @@ class Terminal:
         self.process = process
         self.shown = ""
         self._fd = fd
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._cut_off = ""  # the beginning of an escape sequence whose end has not been read
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -34,7 +37,9 @@ class Terminal:
             assert select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0], self.shown
             with suppress(OSError):  # nobody has the terminal open any more
                 if raw := os.read(self._fd, 65536):
-                    self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
+                    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._cut_off + self._decode(raw))
+                    self._cut_off = cut[0] if (cut := re.search(r"\x1b(\[[0-9;?]*)?$", text)) else ""
+                    self.shown += text[: len(text) - len(self._cut_off)]
                     continue
             raise AssertionError(f"it ended and had shown {self.shown}")
         seen, self.shown = self.shown[: found.end()], self.shown[found.end() :]
