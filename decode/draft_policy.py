@@ -1,13 +1,9 @@
 """How many tokens each running sequence drafts in the next step: what is expected to emit most tokens per second.
 
-Acceptance is followed by sequence, grade and position, time by the shape of the step; no drafts at all is one of the
-choices, and the only one where the drafter has nothing. What is uncertain is tried now and then, within a budget: a
-shape of step that may turn out faster than forecast, the plain step while drafting goes well, drafts that may stand
-more often than it seems, and sequences that stopped drafting. A choice depends on the text and on earlier steps only,
-never on what the target says in this one, so the output keeps its law.
-
-To decide takes long beside a short step. So what steps taught is taken in a few of them at a time, and until then the
-same situation gets the same decision, unless that was to try something.
+Acceptance is followed by sequence, grade and position, time by the shape of the step. What is uncertain is tried now
+and then, within a budget. A choice depends on the text and on earlier steps only, never on what the target says in this
+one, so the output keeps its law. To decide takes long beside a short step: what steps taught is taken in a few of them
+at a time, and until then the same situation gets the same decision.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from protos.errors import ServiceError, Unimplemented
 from protos.serve import GrpcServer
 from tests.kvtransfer.cache import LAYOUT, Cache
 
-FAST_LEASE = ReceiverOptions(lease_s=0.3, quarantine_grace_s=0.05, timer_s=0.01)
+FAST_LEASE = ReceiverOptions(lease_s=0.8, quarantine_grace_s=0.05, timer_s=0.01)
 FAST_PEER = PeerOptions(heartbeat_s=0.05, silence_s=0.5, call_timeout_s=1.0, release_backoff_s=0.02)
 
 
