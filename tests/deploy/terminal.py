@@ -37,7 +37,7 @@ class Terminal:
             assert select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0], self.shown
             with suppress(OSError):  # nobody has the terminal open any more
                 if raw := os.read(self._fd, 65536):
-                    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._cut_off + self._decode(raw))
+                    text = re.sub(r"\x1b(\[[0-9;?]*[A-Za-z]|[=>])", "", self._cut_off + self._decode(raw))
                     self._cut_off = cut[0] if (cut := re.search(r"\x1b(\[[0-9;?]*)?$", text)) else ""
                     self.shown += text[: len(text) - len(self._cut_off)]
                     continue
