@@ -17,7 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from model.backend import Backend
 from model.config import ModelConfig
+from model.linear import Linear
+from model.torch_runner import TorchRunner
 
 WEIGHTS, CARD = "head.safetensors", "card.json"
 SHIPPED = Path(__file__).parent / "heads"
@@ -107,6 +110,19 @@ class DraftHead:
         _check_shapes(path, weights, shapes)
         return cls(f"{kind}:{_digest(weights, card.taps, vocabulary)}", card, weights, vocabulary)
 
+    def output(self, target: TorchRunner, backend: Backend) -> Linear:
+        """What makes logits of the draft vocabulary: by the head's own rows, or else the target's.
+
+        Where those are all used they are read in place; other rows are `backend`'s, which may copy them.
+        """
+        own = self.weights.get("lm_head.weight")
+        if own is not None:
+            return backend.linear([backend.place(own)], [None])
+        rows = target.model.head_weight
+        if self.vocabulary is None:
+            return target.backend.linear([rows], [None])
+        return backend.linear([rows[self.vocabulary.to(rows.device)]], [None])
+
     def placed(self, config: ModelConfig) -> list[Tensor]:
         """What takes memory beside the target: the weights, and a copy of the target's output rows if it drafts a part
         of the vocabulary by them (without content here).
@@ -170,6 +186,8 @@ def _check_shapes(path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str
         found = tuple(weights[name].shape)
         if found != shape:
             raise HeadUnusable(f"{name} of {path} has shape {list(found)}; this target needs {list(shape)}")
+        if not weights[name].is_floating_point():
+            raise HeadUnusable(f"{name} of {path} is {weights[name].dtype}; it must be of floating point")
 
 
 def _digest(weights: Mapping[str, Tensor], taps: Sequence[int], vocabulary: Tensor | None) -> str:

@@ -65,7 +65,7 @@ class DraftModelDrafter:
         self.name = name
         self.num_layers = config.num_layers
         self._block_size = target.layout.block_size
-        backend = target.backend.for_guesses()
+        backend = target.backend.for_drafts()
         placed = {key: backend.place(tensor) for key, tensor in weights.items()}
         first_layer = target.config.num_layers
         self._model = Transformer(config, placed, backend, target.cache, first_layer=first_layer)

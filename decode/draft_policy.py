@@ -2,8 +2,8 @@
 
 Acceptance is followed by sequence, grade and position, time by the shape of the step. What is uncertain is tried now
 and then, within a budget. A choice depends on the text and on earlier steps only, never on what the target says in this
-one, so the output keeps its law. To decide takes long beside a short step: what steps taught is taken in a few of them
-at a time, and until then the same situation gets the same decision.
+one, so the output keeps its law. To decide takes long beside a short step: but for the first steps and trials, what
+steps taught is taken in a few of them at a time, or when a sequence ends; until then a situation keeps its decision.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DraftPolicy:
         best = self._best(options)
         choice, reason = self._explore(options, best, forecast)
         lengths = options.draft_lengths(choice)
-        if reason is DraftReason.PLAIN_FASTEST and self._plain_at == self._step:  # a plain step between two trials
+        if reason is DraftReason.PLAIN_FASTEST and self._plain_at == self._step:  # not trial after trial
             hopeful = weigh(chances.hopeful, limits, are_free, num_spare_tokens, forecast)
             hoped = hopeful.draft_lengths(hopeful.best)
             seconds = float(hopeful.seconds[hopeful.best])
@@ -120,10 +120,10 @@ class DraftPolicy:
 
     def _learn(self) -> None:
         """From the steps that were observed since this was done last: whatever was decided since may be wrong now."""
-        for decision, outcome in self._unlearnt:
-            self._learn_from(decision, outcome)
-        self._unlearnt.clear()
+        unlearnt, self._unlearnt = self._unlearnt, []  # nothing is learnt twice, whatever happens
         self._standing.clear()
+        for decision, outcome in unlearnt:
+            self._learn_from(decision, outcome)
 
     def _learn_from(self, decision: DraftDecision, outcome: StepOutcome) -> None:
         self._step += 1
@@ -177,11 +177,11 @@ class DraftPolicy:
             return (0, 0), DraftReason.TRY_PLAIN
         hoped = options.rates * (1.0 + forecast.doubt)[options.num_drafts]
         hopeful = options.highest(hoped)
-        if hoped[hopeful] < options.rates[best] * (1.0 + self._settings.worth_trying):
-            return best, DraftReason.FASTEST if best[1] else DraftReason.PLAIN_FASTEST
+        is_worth_it = hoped[hopeful] >= options.rates[best] * (1.0 + self._settings.worth_trying)
         num_seen_hopeful, num_seen_best = forecast.num_seen[[options.num_drafts[hopeful], options.num_drafts[best]]]
         seconds, num_tokens = float(options.seconds[hopeful]), float(options.num_tokens[hopeful])
-        if num_seen_hopeful < num_seen_best and self._may_lose(options, best, seconds, num_tokens):
+        is_newer = num_seen_hopeful < num_seen_best
+        if is_worth_it and is_newer and self._may_lose(options, best, seconds, num_tokens):
             return hopeful, DraftReason.TRY_SHAPE
         return best, DraftReason.FASTEST if best[1] else DraftReason.PLAIN_FASTEST
 
@@ -224,7 +224,7 @@ class DraftPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Situation:
-    """What a decision depends on, beside what was learnt; the context grows too slowly to count."""
+    """What a decision depends on, beside what was learnt. The context grows too little until steps are learnt from."""
 
     sequence_ids: tuple[str, ...]
     limits: tuple[int, ...]

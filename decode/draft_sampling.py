@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.verification import Method
-from model.linear import Likeliest, torch_likeliest
+from model.likeliest import Likeliest, torch_likeliest
 from model.randomness import Purpose, seed_tensor
 from model.sampling import Row, choose, largest, noisy_argmax, processed_scores
 
@@ -72,15 +72,18 @@ class DraftSampling:
         special = [index for index, row in enumerate(rows) if not row.is_plain_greedy]
         scores = logits.to(torch.float32, copy=bool(special))
         if special:
-            special = [index for index in special if bool(scores[index].amax().isfinite())]  # NaN is carried along
+            are_finite = scores[special].amax(dim=-1).isfinite().tolist()  # a maximum carries NaN along
+            special = [index for index, is_finite in zip(special, are_finite, strict=True) if is_finite]
+        if special:
             wide = processed_scores(self._widened(logits[special]), [rows[index] for index in special])
             scores[special] = wide if self.vocabulary is None else wide[:, self.vocabulary]
         columns, chances = self._likeliest(scores, count)
-        return [self._drafted(*of_row) for of_row in zip(columns.tolist(), chances.tolist(), strict=True)]
+        found = [self._drafted(*of_row) for of_row in zip(columns.tolist(), chances.tolist(), strict=True)]
+        filtered = set(special)  # what may be drawn need not be in the draft vocabulary
+        return [tokens if tokens or index in filtered else None for index, tokens in enumerate(found)]
 
-    def _drafted(self, columns: Sequence[int], chances: Sequence[float]) -> list[tuple[int, float]] | None:
-        if math.isnan(chances[0]):
-            return None
+    def _drafted(self, columns: Sequence[int], chances: Sequence[float]) -> list[tuple[int, float]]:
+        """None of them where a chance is NaN."""
         pairs = zip(columns, chances, strict=True)
         return [(self._token_ids[column], chance) for column, chance in pairs if chance > -math.inf]
 

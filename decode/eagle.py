@@ -27,14 +27,14 @@ class EagleLayer:
     """Implements `DraftLayer`."""
 
     def __init__(self, target: TorchRunner, head: DraftHead) -> None:
-        config, backend = target.config, target.backend.for_guesses()
+        config, backend = target.config, target.backend.for_drafts()
         place = backend.place
         self.name = head.name
         self.taps = head.card.taps
         self._embedding = target.model.embedding
         self._activations = backend.activations
         self._number = config.num_layers  # the one behind the target's
-        weight = {name: place(tensor) for name, tensor in head.weights.items()}
+        weight = {name: place(tensor) for name, tensor in head.weights.items() if name != "lm_head.weight"}
 
         self._fuse = backend.linear([weight["fc.weight"]], [None])
         self._embedding_norm = backend.norm(weight["midlayer.input_layernorm.weight"], config.norm_eps)
@@ -47,10 +47,7 @@ class EagleLayer:
         self._mlp = backend.feed_forward(Expert(*(weight[name] for name in names)))
         self._norm = backend.norm(weight["norm.weight"], config.norm_eps)
         self.vocabulary = None if head.vocabulary is None else head.vocabulary.to(self._embedding.device)
-        rows = weight.get("lm_head.weight")
-        if rows is None:
-            rows = target.model.head_weight if self.vocabulary is None else target.model.head_weight[self.vocabulary]
-        self._head = backend.linear([rows], [None])
+        self._head = head.output(target, backend)
         self._attention = backend.attention(config, target.cache, [None] * (self._number + 1))
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class ProbeTimetable:
         entries = self._entries.setdefault(sequence_id, {})
         wait = entries[grade].wait if grade in entries else self._first_wait
         if accepted:
-            entries[grade] = _Entry(step + 1, wait)
+            entries[grade] = _Entry(step, wait)
         else:
             entries[grade] = _Entry(step + wait, min(2 * wait, self._longest_wait))
 

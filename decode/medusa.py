@@ -33,7 +33,7 @@ class MedusaDrafter:
     taps = ()
 
     def __init__(self, target: TorchRunner, head: DraftHead, method: Method) -> None:
-        backend, config = target.backend.for_guesses(), target.config
+        backend, config = target.backend.for_drafts(), target.config
         self.name = head.name
         self.num_heads = sum(name.endswith(".bias") for name in head.weights)
         self._hidden_size = config.hidden_size
@@ -42,9 +42,7 @@ class MedusaDrafter:
         biases = [backend.place(head.weights[f"heads.{number}.bias"]) for number in range(self.num_heads)]
         self._heads = backend.linear(matrices, biases)
         vocabulary = None if head.vocabulary is None else head.vocabulary.to(self._device)
-        own = head.weights.get("lm_head.weight")  # rows of the draft vocabulary only
-        rows = target.model.head_weight if vocabulary is None else target.model.head_weight[vocabulary]
-        self._head = backend.linear([rows if own is None else backend.place(own)], [None])
+        self._head = head.output(target, backend)
         self._sampling = DraftSampling(config.vocab_size, vocabulary, method)
 
     def outlook(self, drafting: DraftingState, token_ids: Sequence[int]) -> Outlook:

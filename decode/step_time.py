@@ -120,7 +120,7 @@ class StepTime:
         cells = self._cell_of_rows[np.minimum(num_rows, _MOST_ROWS).astype(np.intp) - 1]
         num_seen = self._verify.counts(group)[cells]
         return StepForecast(
-            rising(verify_s, num_seen + _UNSEEN_WEIGHT) * self.drift,
+            isotonic(verify_s, num_seen + _UNSEEN_WEIGHT) * self.drift,
             *self._draft_s(group, longest_draft),
             num_seen,
             self._verify.noise,
@@ -133,7 +133,7 @@ class StepTime:
         known, factors = self._draft.corrections(group)
         scale = np.interp(lengths, known, factors) if len(known) else np.ones(len(lengths))
         num_seen = self._draft.counts(group)[: len(lengths)]
-        return rising(seconds * scale, num_seen + _UNSEEN_WEIGHT) * self.drift, per_token * scale * self.drift
+        return isotonic(seconds * scale, num_seen + _UNSEEN_WEIGHT) * self.drift, per_token * scale * self.drift
 
     def _verify_features(self, num_sequences: int, num_context_tokens: int, num_rows: Floats) -> Floats:
         features = np.zeros((len(num_rows), 4 + len(_KNEES)))
@@ -153,7 +153,7 @@ class StepTime:
             self._errors.clear()
 
 
-def rising(values: Floats, weights: Floats) -> Floats:
+def isotonic(values: Floats, weights: Floats) -> Floats:
     """The sequence nearest to `values` that never falls, by weighted squares: pool adjacent violators.
 
     So a value that rests on little does not lift those behind it that are well known.

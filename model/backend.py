@@ -31,7 +31,8 @@ from model.kernels.parts import (
     library,
 )
 from model.kv_cache import PagedKVCache
-from model.linear import Likeliest, Linear, Norm, TorchLinear, TorchNorm, torch_likeliest
+from model.likeliest import Likeliest, torch_likeliest
+from model.linear import Linear, Norm, TorchLinear, TorchNorm
 from model.moe import Expert, FeedForward, TorchFeedForward, TorchMoE
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ KERNELS = ("auto", "c", "mixed", "torch")
 # oneDNN packs the weights anew at every call; with AMX ours copy them once, which fewer than six tokens do not repay.
 MANY_TOKENS = {"avx2": 48, "avx512": 48, "avx512_bf16": 112, "amx": 192}  # for oneDNN, by what ours are compiled for
 TILED_TOKENS = 6  # for the kernels with AMX
-SEVERAL_TOKENS = 9  # from which on to widen eight bits for each tile takes longer than to read sixteen
+SIXTEEN_BIT_TOKENS = 9  # from which on to widen eight bits for each tile takes longer than to read sixteen
 _EIGHT_BIT_PIECE_BYTES = 16 << 20
 
 
@@ -59,7 +60,7 @@ class Backend(Protocol):
         ...
 
     def placed_bytes(self, weight: Tensor) -> int:
-        """Memory that it takes once it is placed."""
+        """Memory that it takes at most once it is placed, copies for some parts included."""
         ...
 
     def norm(self, weight: Tensor, eps: float) -> Norm: ...
@@ -76,7 +77,7 @@ class Backend(Protocol):
 
     def likeliest(self) -> Likeliest: ...
 
-    def for_guesses(self) -> Backend:
+    def for_drafts(self) -> Backend:
         """One that is faster where results need not be exact: a drafter's, which are verified."""
         ...
 
@@ -113,7 +114,7 @@ class TorchBackend:
     def likeliest(self) -> Likeliest:
         return torch_likeliest
 
-    def for_guesses(self) -> Backend:
+    def for_drafts(self) -> Backend:
         return self
 
 
@@ -153,7 +154,7 @@ class KernelBackend:
     def likeliest(self) -> Likeliest:
         return KernelLikeliest(self._library)
 
-    def for_guesses(self) -> Backend:
+    def for_drafts(self) -> Backend:
         return self
 
 
@@ -171,7 +172,7 @@ class MixedBackend(KernelBackend):
         self._fewest = KernelBackend(dtype, AVX512) if self.name == AMX.name else None
         self.name += ", oneDNN bf16 for many tokens"
 
-    def for_guesses(self) -> Backend:
+    def for_drafts(self) -> Backend:
         return EightBitBackend(self._dtype)
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
@@ -203,19 +204,18 @@ class EightBitBackend(MixedBackend):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self._arena = huge_pages.Arena(_EIGHT_BIT_PIECE_BYTES)
-        self.name += ", 8-bit weights for the fewest"
 
     def placed_bytes(self, weight: Tensor) -> int:
         return super().placed_bytes(weight) + weight.numel()
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         fewest = KernelLinear(self._library, [self._in_eight_bits(weight) for weight in weights], biases)
-        return LinearByCount(fewest, super().linear(weights, biases), SEVERAL_TOKENS)
+        return LinearByCount(fewest, super().linear(weights, biases), SIXTEEN_BIT_TOKENS)
 
     def feed_forward(self, expert: Expert) -> FeedForward:
         fewest = Expert(*(self._in_eight_bits(weight) for weight in (expert.gate, expert.up, expert.down)))
         return FeedForwardByCount(
-            KernelFeedForward(self._library, fewest), super().feed_forward(expert), SEVERAL_TOKENS
+            KernelFeedForward(self._library, fewest), super().feed_forward(expert), SIXTEEN_BIT_TOKENS
         )
 
     def _in_eight_bits(self, weight: Tensor) -> Tensor:

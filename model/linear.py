@@ -1,12 +1,10 @@
-"""Matrix products with the weights of a checkpoint, the norm before them and the choice behind the last: the seams, and
-their plain torch forms.
+"""Matrix products with the weights of a checkpoint, and the norm before them: the seam, and its plain torch form.
 
 Letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,18 +25,6 @@ class Linear(Protocol):
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, K]"""
-        ...
-
-
-class Likeliest(Protocol):
-    """Of rows of scores those with the highest chance."""
-
-    def __call__(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """float32 [R, D] -> columns [R, C] int64, the likeliest first, and the logarithms of their shares of the row's
-        softmax [R, C], with C = min(count, D).
-
-        A score of -infinity has a share of 0, and its column may be any. A row with NaN or infinity has shares of NaN.
-        """
         ...
 
 
@@ -68,10 +54,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def torch_likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    highest, columns = scores.topk(min(count, scores.shape[1]))
-    most = scores.amax(dim=-1, keepdim=True)  # which carries NaN along
-    shares = highest - most - (scores - most).exp().sum(dim=-1, keepdim=True).log()
-    return columns, shares.where(highest > -math.inf, -math.inf).where(most < math.inf, math.nan)

@@ -77,7 +77,7 @@ class StepInput:
         trees = None
         if any(chunk.parents is not None for chunk in chunks):
             trees = _trees(chunks, positions, query_starts, device)
-        ids, places, ats = torch.tensor([token_ids, slots, positions]).to(device)
+        ids, places, ats = torch.tensor([token_ids, slots, positions], dtype=torch.int64).to(device)
         angles = ats.float()[:, None] * inverse_frequencies
         lens = torch.tensor(query_starts + context_lens, dtype=torch.int32).to(device)
         return cls(
@@ -121,7 +121,7 @@ def _trees(chunks: Sequence[Chunk], positions: list[int], query_starts: Sequence
         count = min(len(parents), len(chunk.token_ids))  # the rest has run before
         positions[end - count : end] = [first - 1 + depth for depth in depths[len(depths) - count :]]
         seen[end - count : end] = [_signed(mask) for mask in masks[len(masks) - count :]]
-    return Trees(torch.tensor(starts, dtype=torch.int32).to(device), torch.tensor(seen).to(device))
+    return Trees(torch.tensor(starts, dtype=torch.int32).to(device), torch.tensor(seen, dtype=torch.int64).to(device))
 
 
 def _signed(mask: int) -> int:

@@ -91,7 +91,8 @@ class TorchRunner(NoDrafting):
         weights = map_weights(folder, config)
         backend = choose_backend(kernels, config, torch.device(device), getattr(torch, dtype))
         weight_bytes = sum(backend.placed_bytes(tensor) for tensor in weights.values())
-        draft_bytes = sum(backend.for_guesses().placed_bytes(tensor) for tensor in draft_weights)
+        for_drafts = backend.for_drafts()
+        draft_bytes = sum(for_drafts.placed_bytes(tensor) for tensor in draft_weights)
         free_bytes = available_bytes(torch.device(device)) - weight_bytes - draft_bytes
         num_blocks = _num_blocks(layout, num_blocks, kv_cache_bytes, kv_cache_share, free_bytes)
         check_memory(layout, num_blocks, max_context_tokens or config.max_position_embeddings, free_bytes)

@@ -32,10 +32,10 @@ static long insert(const float *x, long i, long *best, long num, long count) {
 }
 
 /* Of each row of scores[R, D] the `count` highest, the highest first and of equals the one before: their columns, and
- * the logarithms of their shares of the row's softmax. Where a row has fewer above -infinity: -1 and -infinity. A row
- * with NaN or infinity has NaN for its shares. */
-void likeliest(const float *scores, long R, long D, long count, long *columns, float *shares) {
-    for (long r = 0; r < R; r++, scores += D, columns += count, shares += count) {
+ * their logprobs under the row's softmax. Where a row has fewer above -infinity: -1 and -infinity. A row with NaN or
+ * infinity has NaN for its logprobs. */
+void likeliest(const float *scores, long R, long D, long count, long *columns, float *logprobs) {
+    for (long r = 0; r < R; r++, scores += D, columns += count, logprobs += count) {
         const float most = most_or_nan(scores, D);
         const int is_whole = most < INFINITY;
         long num = 0;
@@ -48,7 +48,7 @@ void likeliest(const float *scores, long R, long D, long count, long *columns, f
         }
         const float total = num > 0 ? logf(sum_of_exps(scores, D, most)) : 0; /* of e^(score - most) */
         for (long i = 0; i < count; i++) {
-            shares[i] = !is_whole ? NAN : i < num ? scores[columns[i]] - most - total : -INFINITY;
+            logprobs[i] = !is_whole ? NAN : i < num ? scores[columns[i]] - most - total : -INFINITY;
             if (i >= num) columns[i] = -1;
         }
     }

@@ -229,18 +229,13 @@ void multiply(int type, const float *x, long ldx, long M, const char *w, long N,
 #endif
     const long size = bytes_of(type), ldw = row_bytes(type, K), num_blocks = ceil_div(K, K_BLOCK);
     const long block = (ceil_div(K, num_blocks) + AHEAD - 1) & -AHEAD; /* a tile of x stays in the first cache */
-    const int widened = type != F32 && M >= WORTH_WIDENING;
+    const int widened = bytes_of(type) == 2 && M >= WORTH_WIDENING;
     float wide[widened ? N * block : 1]; /* and these rows of w in the second */
     const char *scales = scales_of(w, K);
     for (long k = 0; k < K; k += block) {
         const long n = MIN(block, K - k);
         if (widened) {
-            for (long j = 0; j < N; j++) {
-                float *row = wide + j * block;
-                widen(type, w + j * ldw + k * size, n, row);
-                if (type == I8)
-                    for (long i = 0; i < n; i++) row[i] *= scale_at(scales + j * ldw);
-            }
+            for (long j = 0; j < N; j++) widen(type, w + j * ldw + k * size, n, wide + j * block);
             all_rows(F32, x + k, ldx, M, (const char *)wide, NULL, N, block * sizeof(float), n, y, ldy, add || k > 0);
         } else {
             all_rows(type, x + k, ldx, M, w + k * size, scales, N, ldw, n, y, ldy, add || k > 0);

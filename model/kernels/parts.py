@@ -23,6 +23,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 MAX_HEAD_DIM = 256
 MAX_GROUP = 48
 TOKENS_AT_ONCE = 512  # through the feed-forward net: bounds its scratch memory
+ROWS_AT_ONCE = 1024  # to eight bits: bounds what that takes for a moment
 GROUP, STEP = 16, 32  # what packed tokens and their inputs are rounded up to
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
@@ -58,9 +59,11 @@ def eight_bit_rows(weight: Tensor) -> Tensor:
     num_rows, num_inputs = weight.shape
     room = _rounded(num_inputs, 4)
     rows = torch.zeros((num_rows, room + 4), dtype=torch.int8)
-    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
-    rows[:, :num_inputs] = (weight.float() / scales).round()
-    rows[:, room:] = scales.view(torch.int8)
+    for row, values in zip(rows.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE), strict=True):
+        wide = values.float()
+        scales = wide.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
+        row[:, :num_inputs] = (wide / scales).round()
+        row[:, room:] = scales.view(torch.int8)
     return rows
 
 
@@ -167,10 +170,10 @@ class KernelLikeliest:
         num_rows, num_columns = scores.shape
         count = min(count, num_columns)
         columns = torch.empty((num_rows, count), dtype=torch.int64)
-        shares = torch.empty((num_rows, count))
+        logprobs = torch.empty((num_rows, count))
         scores = scores.contiguous()
-        self._call(scores.data_ptr(), num_rows, num_columns, count, columns.data_ptr(), shares.data_ptr())
-        return columns, shares
+        self._call(scores.data_ptr(), num_rows, num_columns, count, columns.data_ptr(), logprobs.data_ptr())
+        return columns, logprobs
 
 
 class KernelAttention:

@@ -67,11 +67,12 @@ def test_first_step_is_plain_and_says_why() -> None:
 
 def settled(policy: DraftPolicy) -> DraftDecision:
     """Where nothing is to be tried: the first decision of that kind after the last lesson."""
-    while True:
+    for _ in range(100):
         decision = policy.choose(demands([7]), 200, 100)
-        if decision.is_settled and len(set(policy._unlearnt)) == 0:
+        if decision.is_settled and not policy._unlearnt:
             return decision
         observe(policy, decision, num_accepted=7)
+    raise AssertionError("it never settles")
 
 
 def test_same_situation_gets_the_same_decision_until_steps_are_learnt_from() -> None:
@@ -92,6 +93,18 @@ def test_another_situation_is_decided_for_itself() -> None:
     assert policy.choose(demands([7]), 200, 1).draft_lengths[0] <= 1
     assert policy.choose([DraftDemand("new", 7)], 200, 100) is not first
     assert policy.choose(demands([7]), 200, 100) is first
+
+
+def test_outcome_that_cannot_be_learnt_from_is_gone_with_its_error() -> None:
+    policy = trained(DENSE, [0.9])
+    decision = settled(policy)
+    beyond = DraftOutcome("0", 9, 9, 1, nodes=(8,))  # more than the policy ever asks for
+    for _ in range(3):
+        policy.observe(decision, StepOutcome(1, 200, (beyond,), 1.0, 0.1))
+    with pytest.raises(IndexError):
+        policy.observe(decision, StepOutcome(1, 200, (beyond,), 1.0, 0.1))
+    policy.forget(["0"])
+    observe(policy, policy.choose(demands([7]), 200, 100), num_accepted=7)
 
 
 def test_what_was_observed_of_a_sequence_is_gone_with_it() -> None:

@@ -52,7 +52,7 @@ def test_success_is_followed_up_and_a_drafting_sequence_starts_afresh() -> None:
         assert probes.is_due("a", 0, step)
         probes.probed("a", 0, step, accepted=False)
     probes.probed("a", 0, 112, accepted=True)
-    assert probes.is_due("a", 0, 113)
+    assert probes.is_due("a", 0, 112)  # at once
     probes.drafted("a", 0, 113)  # its acceptance has recovered
     assert [step for step in (114, 128, 129) if probes.is_due("a", 0, step)] == [129]
     probes.probed("a", 0, 129, accepted=False)

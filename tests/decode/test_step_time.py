@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decode.coverage import ExpertCoverage, Routing
-from decode.step_time import StepForecast, StepShape, StepTime, rising
+from decode.step_time import StepForecast, StepShape, StepTime, isotonic
 from tests.decode.simulated_hardware import DENSE, SPARSE, Hardware
 
 CONTEXT = 300  # tokens per sequence
@@ -175,4 +175,4 @@ def test_one_odd_step_does_not_lift_larger_ones_that_are_known() -> None:
     ],
 )
 def test_nearest_sequence_that_never_falls(values: list[float], weights: list[float], expected: list[float]) -> None:
-    assert rising(np.array(values), np.array(weights)).tolist() == pytest.approx(expected)
+    assert isotonic(np.array(values), np.array(weights)).tolist() == pytest.approx(expected)

@@ -14,12 +14,15 @@ from decode.draft import Draft
 from decode.draft_sampling import DraftSampling
 from decode.tree import LEAST_GAIN, MOST_CHILDREN, grow_trees
 from decode.verification import Method
+from model.kernels.parts import KernelLikeliest, library
+from model.likeliest import Likeliest, torch_likeliest
 from model.runner import Chunk
 from model.sampling import Row
 from model.sampling_params import SamplingParams
 
 HISTORY = [3, 1, 2]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+LIKELIEST = [torch_likeliest, KernelLikeliest(library()[1])]
 Path = tuple[int, ...]
 
 
@@ -156,18 +159,40 @@ def test_a_reduced_vocabulary_is_drafted_by_its_token_ids() -> None:
         assert [token for token, _ in found] == [4, 8, 5]
 
 
-def test_logits_that_are_not_finite_end_drafting_for_their_sequence_alone() -> None:
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=8, temperature=1.0, top_k=4, seed=1)])
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_end_drafting_for_their_sequence_alone(
+    params: SamplingParams, spoilt: float
+) -> None:
     laws = Laws(6, 1.0)
 
     def run(slots: Sequence[Chunk], hidden: Sequence[Tensor], num_rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         logits, outputs = laws.run(slots, hidden, num_rows)
         if len(laws.calls) == 2:
-            logits[0, 3] = math.nan
+            logits[0, slice(None) if spoilt == -math.inf else 3] = spoilt
         return logits, outputs
 
-    chunks = [Chunk(HISTORY[-1:], 2, range(9), GREEDY, HISTORY, 1, 5) for _ in range(2)]
+    chunks = [Chunk(HISTORY[-1:], 2, range(9), params, HISTORY, 1, 5) for _ in range(2)]
     start = [torch.full((1, 20), -1.0)] * 2
     drafts = grow_trees(chunks, chunks, start, run, DraftSampling(6, None, Method.BLOCK))
     assert [len(draft.token_ids) for draft in drafts] == [0, 5]
     assert [chunk.drafting.failed for chunk in chunks] == [True, False]
-    assert drafts[1].paths() == Laws(6, 1.0).grow(5).paths()
+    assert drafts[1].paths() == Laws(6, 1.0).grow(5, params).paths()
+
+
+@pytest.mark.parametrize("find", LIKELIEST)
+def test_filters_look_at_the_draft_vocabulary_and_may_leave_nothing_of_it(find: Likeliest) -> None:
+    """That is no failure: there is nothing to draft."""
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    one = SamplingParams(max_tokens=8, temperature=1.0, top_k=1, seed=1)
+    young = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=(3,), min_tokens=5)
+
+    def drafted(vocabulary: list[int], params: SamplingParams) -> list[tuple[int, float]] | None:
+        chunk = Chunk(HISTORY[-1:], 2, range(2), params, HISTORY, 1, 2)
+        sampling = DraftSampling(6, torch.tensor(vocabulary), Method.BLOCK, find)
+        (found,) = sampling.likeliest(logits[:, : len(vocabulary)], [Row.behind(chunk)], 3)
+        return found
+
+    (pair,) = drafted([1, 3, 5], one) or ()
+    assert pair == (5, 0.0)
+    assert drafted([3], young) == []

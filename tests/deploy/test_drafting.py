@@ -63,6 +63,12 @@ def change_card(folder: Path, **changes: Any) -> None:
     (folder / CARD).write_text(json.dumps(card | changes))
 
 
+def head_of_whole_numbers(folder: Path, model: Path) -> None:
+    path = write_head(folder, "medusa", model) / WEIGHTS
+    weights = load_file(path)
+    save_file({**weights, "heads.0.weight": weights["heads.0.weight"].to(torch.int8)}, path)
+
+
 UNUSABLE: list[tuple[str, str, Write | None, str]] = [
     (
         "head of another model",
@@ -87,6 +93,12 @@ UNUSABLE: list[tuple[str, str, Write | None, str]] = [
         "medusa",
         head_with_shapes_of_another,
         r"heads\.0\.weight of \S+ has shape \[32, 32\]; this target needs \[64, 64\]",
+    ),
+    (
+        "head of whole numbers",
+        "medusa",
+        head_of_whole_numbers,
+        r"heads\.0\.weight of \S+ is torch\.int8; it must be of floating point",
     ),
     (
         "head of another kind",

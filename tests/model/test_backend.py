@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.backend import SEVERAL_TOKENS, EightBitBackend, KernelBackend, MixedBackend, TorchBackend
+from model.backend import SIXTEEN_BIT_TOKENS, EightBitBackend, KernelBackend, MixedBackend, TorchBackend
 from model.moe import Expert
 
-COUNTS = [1, SEVERAL_TOKENS - 1, SEVERAL_TOKENS, 60, 300]
+COUNTS = [1, SIXTEEN_BIT_TOKENS - 1, SIXTEEN_BIT_TOKENS, 60, 300]
 NEEDS_BF16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 in this CPU")
 
 
@@ -26,7 +26,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("num_tokens", COUNTS)
 def test_eight_bits_are_near_enough_to_guess(num_tokens: int) -> None:
     weights = [random(rows, 96, seed=rows).bfloat16() for rows in (130, 65)]
-    linear = MixedBackend(torch.bfloat16).for_guesses().linear(weights, [None, None])
+    linear = MixedBackend(torch.bfloat16).for_drafts().linear(weights, [None, None])
     x = random(num_tokens, 96, seed=1)
     expected = x.double() @ torch.cat(weights).double().T
     assert relative_error(linear(x), expected) < 0.02
@@ -52,7 +52,7 @@ def test_few_tokens_read_eight_bits_and_several_the_weights_themselves() -> None
     weight = torch.full((1, 64), 1e-3).bfloat16()
     weight[0, 0] = 1.0
     linear = EightBitBackend(torch.bfloat16).linear([weight], [None])
-    x = torch.ones(SEVERAL_TOKENS, 64)
+    x = torch.ones(SIXTEEN_BIT_TOKENS, 64)
     x[:, 0] = 0.0
     assert linear(x[:-1]).abs().max() == 0.0
     assert linear(x).min() > 0.05
@@ -61,13 +61,13 @@ def test_few_tokens_read_eight_bits_and_several_the_weights_themselves() -> None
 def test_others_guess_as_they_compute() -> None:
     """In float32 a drafter is what its tests compare with."""
     plain = TorchBackend(torch.device("cpu"), torch.float32)
-    assert plain.for_guesses() is plain
+    assert plain.for_drafts() is plain
     kernels = KernelBackend(torch.float32)
-    assert kernels.for_guesses() is kernels
+    assert kernels.for_drafts() is kernels
 
 
 @NEEDS_BF16
 def test_memory_of_copies_is_counted() -> None:
     weight = torch.zeros(8, 100, dtype=torch.bfloat16)
     mixed = MixedBackend(torch.bfloat16)
-    assert (mixed.placed_bytes(weight), mixed.for_guesses().placed_bytes(weight)) == (1600, 2400)
+    assert (mixed.placed_bytes(weight), mixed.for_drafts().placed_bytes(weight)) == (1600, 2400)

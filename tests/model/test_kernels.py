@@ -27,7 +27,7 @@ from model.kernels.parts import (
     eight_bit_rows,
     library,
 )
-from model.linear import torch_likeliest
+from model.likeliest import torch_likeliest
 from model.moe import Expert, TorchMoE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
