@@ -193,6 +193,5 @@ def test_filters_look_at_the_draft_vocabulary_and_may_leave_nothing_of_it(find: 
         (found,) = sampling.likeliest(logits[:, : len(vocabulary)], [Row.behind(chunk)], 3)
         return found
 
-    (pair,) = drafted([1, 3, 5], one) or ()
-    assert pair == (5, 0.0)
+    assert (drafted([1, 3, 5], one) or [])[0] == (5, 0.0)
     assert drafted([3], young) == []
