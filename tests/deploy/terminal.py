@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -67,7 +68,7 @@ def on_terminal(*arguments: str, environment: Mapping[str, str] | None = None) -
         stderr=theirs,
         env=variables,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C then is a signal
+        preexec_fn=_take_terminal,
     )
     os.close(theirs)
     try:
@@ -76,3 +77,9 @@ def on_terminal(*arguments: str, environment: Mapping[str, str] | None = None) -
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def _take_terminal() -> None:
+    """Ctrl-C then is a signal, and one that counts: whoever is started in the background inherits that it is ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
