@@ -80,6 +80,6 @@ def on_terminal(*arguments: str, environment: Mapping[str, str] | None = None) -
 
 
 def _take_terminal() -> None:
-    """Ctrl-C then is a signal, and one that counts: whoever is started in the background inherits that it is ignored."""
+    """Ctrl-C then is a signal, and one that counts: what is started in the background inherits that it is ignored."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
