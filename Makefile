@@ -36,7 +36,7 @@ protos: .venv  ## writes the generated code anew, from protos/*.proto
 	@$(BIN)/python -m protos
 
 clean:  ## removes .venv and what the tools left (not the demo models: pdserve model build --help says where they are)
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv.lock build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Reads what pip says and tells how far it is: on a terminal in one line that is written over, elsewhere now and then.
@@ -61,9 +61,13 @@ TELL := n=0; total=$$(grep -c == requirements.lock); what=""; next=10; \
 	[ ! -t 2 ] || printf '\r\033[K' >&2
 
 # The copies inside .venv are its stamps, written last: after an interruption, or when the lock or this folder's place has
-# changed, it is made again. pyproject.toml alone changes only the entry point.
+# changed, it is made again. pyproject.toml alone changes only the entry point. Two makes at once take turns where there is flock.
 .venv:
 	@set -e -o pipefail; \
+	if command -v flock >/dev/null; then \
+		exec 9>.venv.lock; \
+		flock -n 9 || { echo "Waiting for another make, which sets up .venv" >&2; flock 9; }; \
+	fi; \
 	if ! { cmp -s requirements.lock .venv/requirements.lock && [ "$$(cat .venv/place)" = "$(CURDIR)" ] \
 			&& $(BIN)/python -c '' 2>/dev/null; }; then \
 		python=""; \
