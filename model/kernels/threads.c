@@ -9,9 +9,9 @@
 
 /* Helper threads that take pieces of the caller's job. Nobody waits for a helper that has not started a piece: on a
  * machine whose cores are busy with other processes the caller goes on alone, where a barrier would wait for the
- * scheduler. An idle helper looks for work for some 30 us, which spans the gap between two kernels of a step, and then
- * sleeps. */
-enum { MAX_HELPERS = 255, LOOKS = 1000 };
+ * scheduler. An idle helper looks for work for some 80 us, which spans the gap between two kernels of a step even on a
+ * slow core, and then sleeps: to wake it takes as long as the kernel. */
+enum { MAX_HELPERS = 255, LOOKS = 3000 };
 
 static pthread_mutex_t one_job = PTHREAD_MUTEX_INITIALIZER;
 static int num_helpers;

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.backend import KernelBackend
 from model.checkpoint import map_weights
 from model.config import ModelConfig
+from model.kernel_backend import KernelBackend
 from model.kv_cache import CacheDoesNotFit
 from model.runner import Chunk
 from model.sampling import sample
