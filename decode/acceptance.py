@@ -132,30 +132,39 @@ class AcceptanceBook:
         most = np.minimum(1.0 + _HOPE * doubt, _HIGHEST / rates[:, 0])
         return Chances(survival, survival * most[:, None])
 
-    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Of one step. A sequence that was forgotten meanwhile counts for the pool only."""
+    def observe(self, outcomes: Sequence[DraftOutcome], num_steps: int = 1) -> None:
+        """Of one step, or of some that count alike. One of a sequence that was forgotten counts for the pool only."""
         outcomes = [outcome for outcome in outcomes if outcome.num_asked > 0]
         if not outcomes:
             return
+        new = self._looked_and_stood(outcomes)
+        grades = np.array([outcome.grade for outcome in outcomes], dtype=np.intp)
+        for grade in set(grades.tolist()):
+            of_grade = new[:, grades == grade].sum(axis=1)
+            memory = np.where(of_grade[0] > 0.0, _POOL_MEMORY, _UNSEEN_MEMORY) ** num_steps
+            self._pool[:, grade] = self._pool[:, grade] * memory + of_grade
+            self._shares[:, :, grade] *= memory
+        known = [index for index, outcome in enumerate(outcomes) if outcome.sequence_id in self._slots]
+        slots = np.array([self._slots[outcomes[index].sequence_id] for index in known], dtype=np.intp)
+        sums, num_drafts = np.zeros_like(self._counts), np.zeros(self._counts.shape[1:3])
+        for kind in (0, 1):
+            np.add.at(sums[kind], (slots, grades[known]), new[kind, known])
+        np.add.at(num_drafts, (slots, grades[known]), 1.0)
+        num_unseen = num_drafts[..., None] - sums[0]  # a position that a draft looked at was looked at once
+        self._counts *= _OWN_MEMORY ** sums[0] * _UNSEEN_MEMORY**num_unseen
+        self._counts += sums
+        self._shares += sums
+
+    def _looked_and_stood(self, outcomes: Sequence[DraftOutcome]) -> Floats:
+        """0 or 1 by draft and position, [2, N, K]: whether it was looked at, and whether it stood."""
         ends = np.array([(outcome.num_looked_at, outcome.num_accepted) for outcome in outcomes]).T
-        new = (self._positions < ends[:, :, None]).astype(np.float64)  # [2, B, K]
+        new = (self._positions < ends[:, :, None]).astype(np.float64)
         for index, outcome in enumerate(outcomes):
             if outcome.nodes is not None:
                 self._is_tree[outcome.grade] = True
                 new[1, index] = 0.0
                 new[1, index, list(outcome.nodes)] = 1.0
-        seen = new[0] > 0.0
-        grades = np.array([outcome.grade for outcome in outcomes])
-        for grade in set(grades.tolist()):
-            of_grade = grades == grade
-            memory = np.where(seen[of_grade].any(axis=0), _POOL_MEMORY, _UNSEEN_MEMORY)
-            self._pool[:, grade] = self._pool[:, grade] * memory + new[:, of_grade].sum(axis=1)
-            self._shares[:, :, grade] *= memory
-        known = [index for index, outcome in enumerate(outcomes) if outcome.sequence_id in self._slots]
-        slots = [self._slots[outcomes[index].sequence_id] for index in known]
-        memory = np.where(seen[known], _OWN_MEMORY, _UNSEEN_MEMORY)
-        self._counts[:, slots, grades[known]] = self._counts[:, slots, grades[known]] * memory + new[:, known]
-        self._shares[:, slots, grades[known]] += new[:, known]
+        return new
 
     def forget(self, sequence_ids: Iterable[str]) -> None:
         """Ids that are not known are ignored."""

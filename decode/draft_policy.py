@@ -3,13 +3,13 @@
 Acceptance is followed by sequence, grade and position, time by the shape of the step. What is uncertain is tried now
 and then, within a budget. A choice depends on the text and on earlier steps only, never on what the target says in this
 one, so the output keeps its law. To decide takes long beside a short step: but for the first steps and trials, what
-steps taught is taken in a few of them at a time, or when a sequence ends; until then a situation keeps its decision.
+steps taught is taken in a few of them at a time, or when a sequence ends, and a decision stands for as many steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode.acceptance import AcceptanceBook, DraftOutcome
 from decode.coverage import ExpertCoverage
@@ -32,7 +32,8 @@ class PolicySettings:
     plain_every: int = 256  # steps
     most_probes: int = 2  # per step
     first_steps: int = 64  # each of which is learnt from at once
-    steps_together: int = 4  # the same later: so many at a time
+    steps_together: int = 8  # the same later: so many at a time; a decision stands for as many steps of its kind,
+    longest_standing: int = 32  # but among no more others than make so many together
 
 
 class DraftPolicy:
@@ -52,7 +53,8 @@ class DraftPolicy:
         self._plain_at = 0
         self._cap = 0
         self._unlearnt: list[tuple[DraftDecision, StepOutcome]] = []
-        self._standing: dict[_Situation, DraftDecision] = {}
+        self._standing: dict[_Situation, _Standing] = {}
+        self._num_observed = 0
 
     def choose(self, demands: Sequence[DraftDemand], num_context_tokens: int, num_spare_tokens: int) -> DraftDecision:
         """`num_context_tokens`: of all sequences. `num_spare_tokens`: of the step, beside one token per sequence."""
@@ -60,13 +62,15 @@ class DraftPolicy:
         reason = self._reason_for_none(demands, limits, num_spare_tokens)
         if reason is not None:
             return DraftDecision((0,) * len(demands), reason)
-        situation = _Situation.of(demands, limits, num_spare_tokens)
-        decision = self._standing.get(situation)
-        if decision is None:
+        situation = _situation(demands, limits, num_spare_tokens)
+        standing = self._standing.pop(situation, None)
+        if standing is None or standing.num_steps_left <= 0 or standing.ends_at <= self._num_observed:
             decision = self._decide(demands, limits, num_context_tokens, num_spare_tokens)
-            if decision.is_settled:
-                self._standing[situation] = decision
-        return decision
+            ends_at = self._num_observed + self._settings.longest_standing
+            standing = _Standing(decision, self._settings.steps_together, ends_at)
+        if standing.decision.is_settled:
+            self._standing[situation] = replace(standing, num_steps_left=standing.num_steps_left - 1)
+        return standing.decision
 
     def _decide(
         self, demands: Sequence[DraftDemand], limits: Sequence[int], num_context_tokens: int, num_spare_tokens: int
@@ -113,17 +117,21 @@ class DraftPolicy:
     def observe(self, decision: DraftDecision, outcome: StepOutcome) -> None:
         """`outcome` may differ from the decision: sequences leave, blocks run out, drafters propose less. A step that
         also ran a prefill belongs here for its drafts only: pass 0 for `verify_s`."""
+        self._num_observed += 1
         self._unlearnt.append((decision, outcome))
         is_new = self._step < self._settings.first_steps
         if is_new or not decision.is_settled or len(self._unlearnt) >= self._settings.steps_together:
             self._learn()
 
     def _learn(self) -> None:
-        """From the steps that were observed since this was done last: whatever was decided since may be wrong now."""
+        """From the steps that were observed since this was done last."""
         unlearnt, self._unlearnt = self._unlearnt, []  # nothing is learnt twice, whatever happens
-        self._standing.clear()
+        if self._step < self._settings.first_steps:
+            self._standing.clear()
         for decision, outcome in unlearnt:
             self._learn_from(decision, outcome)
+        drafts = [draft for _, outcome in unlearnt for draft in outcome.drafts]
+        self.acceptance.observe(drafts, num_steps=len(unlearnt))
 
     def _learn_from(self, decision: DraftDecision, outcome: StepOutcome) -> None:
         self._step += 1
@@ -132,7 +140,6 @@ class DraftPolicy:
             num_rows = outcome.num_sequences + shape.num_draft_tokens
             self.coverage.observe(outcome.num_sequences, num_rows, outcome.num_distinct_experts)
         self.step_time.observe(shape, outcome.verify_s, outcome.draft_s)
-        self.acceptance.observe(outcome.drafts)
         self._note_drafts(decision, outcome.drafts)
         if not shape.num_draft_tokens and outcome.verify_s > 0:
             self._plain_at = self._step
@@ -145,6 +152,7 @@ class DraftPolicy:
 
     def forget(self, sequence_ids: Iterable[str]) -> None:
         self._learn()  # or it would come back to them
+        self._standing.clear()
         sequence_ids = list(sequence_ids)
         self.acceptance.forget(sequence_ids)
         self._probes.forget(sequence_ids)
@@ -222,25 +230,24 @@ class DraftPolicy:
                 self._probes.drafted(draft.sequence_id, draft.grade, self._step)
 
 
+_Situation = tuple[int, tuple[tuple[str, int, int, bool], ...]]
+
+
+def _situation(demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_tokens: int) -> _Situation:
+    """What a decision depends on, beside what was learnt. The context grows too little while a decision stands."""
+    outlooks = (demand.outlook for demand in demands)
+    each = zip(demands, limits, outlooks, strict=True)
+    wanting = tuple((demand.sequence_id, limit, outlook.grade, outlook.is_free) for demand, limit, outlook in each)
+    return min(num_spare_tokens, sum(limits)), wanting
+
+
 @dataclass(frozen=True, slots=True)
-class _Situation:
-    """What a decision depends on, beside what was learnt. The context grows too little until steps are learnt from."""
+class _Standing:
+    """A decision, for how many steps more it is good, and before which choice it has to be used."""
 
-    sequence_ids: tuple[str, ...]
-    limits: tuple[int, ...]
-    grades: tuple[int, ...]
-    are_free: tuple[bool, ...]
-    num_spare_tokens: int  # no more than can be used
-
-    @classmethod
-    def of(cls, demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_tokens: int) -> _Situation:
-        return cls(
-            tuple(demand.sequence_id for demand in demands),
-            tuple(limits),
-            tuple(demand.outlook.grade for demand in demands),
-            tuple(demand.outlook.is_free for demand in demands),
-            min(num_spare_tokens, sum(limits)),
-        )
+    decision: DraftDecision
+    num_steps_left: int
+    ends_at: int
 
 
 def _draft_costs(options: DraftOptions, best: Choice, forecast: StepForecast) -> dict[bool, float]:

@@ -75,15 +75,33 @@ def settled(policy: DraftPolicy) -> DraftDecision:
     raise AssertionError("it never settles")
 
 
-def test_same_situation_gets_the_same_decision_until_steps_are_learnt_from() -> None:
+def test_decision_stands_for_some_steps_of_its_kind() -> None:
     policy = trained(DENSE, [0.9])
     first = settled(policy)
-    for _ in range(3):
+    for _ in range(PolicySettings().steps_together - 1):
         observe(policy, first, num_accepted=0)
         assert policy.choose(demands([7]), 230, 100) is first
     observe(policy, first, num_accepted=0)
     assert policy.choose(demands([7]), 230, 100) is not first
     assert policy.acceptance.pool_rates[0] < 0.9
+
+
+def test_decision_that_is_seldom_needed_stands_no_longer() -> None:
+    policy = trained(DENSE, [0.9])
+    first, other = settled(policy), policy.choose(demands([3]), 200, 100)
+    for _ in range(PolicySettings().longest_standing - 1):
+        observe(policy, first, num_accepted=3)
+        policy.choose(demands([7]), 200, 100)
+    assert policy.choose(demands([3]), 200, 100) is other
+    observe(policy, first, num_accepted=3)
+    assert policy.choose(demands([3]), 200, 100) is not other
+
+
+def test_decision_of_a_sequence_does_not_outlive_it() -> None:
+    policy = trained(DENSE, [0.9])
+    first = settled(policy)
+    policy.forget(["0"])
+    assert policy.choose(demands([7]), 200, 100) is not first
 
 
 def test_another_situation_is_decided_for_itself() -> None:
@@ -99,7 +117,7 @@ def test_outcome_that_cannot_be_learnt_from_is_gone_with_its_error() -> None:
     policy = trained(DENSE, [0.9])
     decision = settled(policy)
     beyond = DraftOutcome("0", 9, 9, 1, nodes=(8,))  # more than the policy ever asks for
-    for _ in range(3):
+    for _ in range(PolicySettings().steps_together - 1):
         policy.observe(decision, StepOutcome(1, 200, (beyond,), 1.0, 0.1))
     with pytest.raises(IndexError):
         policy.observe(decision, StepOutcome(1, 200, (beyond,), 1.0, 0.1))
@@ -195,7 +213,7 @@ def test_plain_step_is_measured_now_and_then() -> None:
     simulation.run(policy, 1000)
     plain = [step for step, decision in enumerate(simulation.decisions) if not any(decision.draft_lengths)]
     assert 9 <= len(plain) <= 12
-    assert max(b - a for a, b in itertools.pairwise(plain)) <= 104  # as much later as three steps are learnt
+    assert max(b - a for a, b in itertools.pairwise(plain)) <= 108  # as much later as a decision stands
     assert {simulation.decisions[step].reason for step in plain} == {DraftReason.TRY_PLAIN}
 
 
@@ -223,7 +241,7 @@ def test_step_without_times_still_teaches_acceptance() -> None:
     policy = trained(DENSE, [0.9])
     decision = policy.choose(demands([7]), 200, 100)
     before = policy.choose(demands([7]), 200, 100).plain_s
-    for _ in range(60):
+    for _ in range(120):
         policy.observe(decision, StepOutcome(1, 200, (DraftOutcome("0", 7, 7, 0),), 0.0, 0.0))
     after = policy.choose(demands([7]), 200, 100)
     assert after.plain_s == pytest.approx(before)
