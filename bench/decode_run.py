@@ -162,12 +162,14 @@ class DecodeRun:
         self.steps: list[DecodeStep] = []
         self.answers: dict[int, tuple[int, ...]] = {}
 
-    def advance(self, num_tokens: int) -> None:
-        """Until so many tokens have been emitted since the run began."""
+    def advance(self, num_tokens: int) -> list[DecodeStep]:
+        """Until so many tokens have been emitted since the run began: the steps that took."""
+        first = len(self.steps)
         while self.num_tokens < num_tokens:
             self._fill()
             self.steps.append(self._step())
             self.num_tokens += self.steps[-1].num_tokens
+        return self.steps[first:]
 
     def close(self) -> None:
         for decoding, index in self._running.items():

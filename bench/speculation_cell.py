@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from bench.decode_run import DecodeRun, DecodeStep, PrefilledPrompts, SaidOutlooks
 from bench.speculation_figures import (
     Figures,
     acceptance_of,
+    best_fixed,
     coverage_of,
     draft_cost,
     experts_by_rows,
     predicted_speedups,
+    ratio_error,
     seconds_of,
     share_alike,
     tokens_per_second,
@@ -31,6 +34,7 @@ from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
 
 TURN_TOKENS = 8  # per sequence
+LEAST_WARM_UP = 3  # sequences
 LONGEST_DRAFT = 7
 OFF, ADAPTIVE = 0, -1  # the other ways are numbers of drafts
 
@@ -42,7 +46,9 @@ class Effort:
     seconds: float
     least_rounds: int = 4
     most_rounds: int = 200
-    warm_up_tokens: int = 192  # per sequence, of a policy that does not know this size of batch: workers live long
+    # Per sequence, of a policy that does not know this size of batch: workers live long. Few sequences have as much of
+    # it as LEAST_WARM_UP, or the policy would have seen too few steps.
+    warm_up_tokens: int = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +70,22 @@ class Contest:
         prefilled = PrefilledPrompts(self.target, self.drafting, pool, prompts, self.sampling)
         if warm_up:
             run = DecodeRun(self.drafting, self.adaptive, prefilled, batch, self.outlooks)
-            run.advance(effort.warm_up_tokens * batch)
+            run.advance(effort.warm_up_tokens * max(batch, LEAST_WARM_UP))
             run.close()
         runs = self._runs(prefilled, batch)
+        rounds: dict[int, list[list[DecodeStep]]] = {way: [] for way in runs}
         order = list(runs)
         for number in range(effort.most_rounds):
             if number > effort.least_rounds and time.perf_counter() - begin > effort.seconds:
                 break
             for way in order:
-                runs[way].advance((number + 1) * TURN_TOKENS * batch)
+                rounds[way].append(runs[way].advance((number + 1) * TURN_TOKENS * batch))
             order = order[1:] + order[:1]
-            if number == 0:
-                for run in runs.values():
-                    run.steps.clear()
         for run in runs.values():
             run.close()
-        steps = {way: run.steps for way, run in runs.items()}
         answers = {way: run.answers for way, run in runs.items()}
         alike = share_alike(answers.pop(OFF), answers.values())
-        return self._figures(steps, alike)
+        return self._figures({way: of_way[1:] for way, of_way in rounds.items()}, alike)
 
     def _runs(self, prompts: PrefilledPrompts, batch: int) -> dict[int, DecodeRun]:
         runs = {OFF: DecodeRun(self.target, NoDrafts(), prompts, batch)}
@@ -92,8 +95,9 @@ class Contest:
         runs[ADAPTIVE] = DecodeRun(self.drafting, self.adaptive, prompts, batch, self.outlooks)
         return runs
 
-    def _figures(self, steps: dict[int, list[DecodeStep]], alike: float) -> Figures:
+    def _figures(self, rounds: dict[int, list[list[DecodeStep]]], alike: float) -> Figures:
         config = self.target.config
+        steps = {way: list(chain(*of_way)) for way, of_way in rounds.items()}
         routing = Routing.of(config)
         every = [step for run in steps.values() for step in run]
         fixed = {count: steps[count] for count in self.lengths}  # the adaptive run chose where to draft
@@ -101,13 +105,17 @@ class Contest:
         coverage = coverage_of(every, routing)
         plain = tokens_per_second(steps[OFF])
         plain_step_s = seconds_of(steps[OFF]) / len(steps[OFF])
+        without_choice = {way: rounds[way] for way in (OFF, *self.lengths)}
+        best = max(without_choice, key=lambda way: tokens_per_second(steps[way]))
         asked = [draft.num_asked for step in steps[ADAPTIVE] for draft in step.drafts]
         return Figures(
             plain_tokens_per_s=plain,
             plain_step_s=plain_step_s,
             fixed={count: tokens_per_second(steps[count]) / plain for count in self.lengths},
+            best_fixed=best_fixed(without_choice),
             predicted=predicted_speedups(steps[OFF], fixed, acceptance, coverage),
             adaptive=tokens_per_second(steps[ADAPTIVE]) / plain,
+            adaptive_error=ratio_error(rounds[ADAPTIVE], rounds[best]),
             adaptive_length=sum(asked) / sum(step.num_sequences for step in steps[ADAPTIVE]),
             acceptance=acceptance,
             draft_cost=draft_cost(every, plain_step_s),

@@ -5,9 +5,11 @@ Letters: B sequences, K drafts asked of each, E tokens that a step emits of one 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,14 +46,17 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one model, batch, set and drafter. `fixed` and `predicted` are ratios to no drafting in the same run, by K;
-    `draft_cost` is c, a draft in plain steps; `experts` are distinct ones per layer, measured, by rows of a step."""
+    """Of one model, batch, set and drafter. `fixed` and `predicted` are ratios to no drafting in the same run, by K, as
+    are `best_fixed` (see the function) and `adaptive`; `draft_cost` is c, a draft in plain steps; `experts` are
+    distinct ones per layer, measured, by rows of a step."""
 
     plain_tokens_per_s: float
     plain_step_s: float
     fixed: Mapping[int, float]
+    best_fixed: float
     predicted: Mapping[int, float]
     adaptive: float
+    adaptive_error: float  # standard error of adaptive / best fixed
     adaptive_length: float  # drafts it asked for, per sequence and step
     acceptance: Acceptance
     draft_cost: float
@@ -59,11 +64,6 @@ class Figures:
     experts: Mapping[int, float]
     beta: float | None
     alike: float  # share of the answers that are the same as without drafting
-
-    @property
-    def best_fixed(self) -> float:
-        """No drafting at all among them."""
-        return max([1.0, *self.fixed.values()])
 
     @property
     def adaptive_vs_best_fixed(self) -> float:
@@ -83,6 +83,27 @@ def seconds_of(steps: Sequence[DecodeStep]) -> float:
 
 def tokens_per_second(steps: Sequence[DecodeStep]) -> float:
     return sum(step.num_tokens for step in steps) / seconds_of(steps)
+
+
+def best_fixed(rounds: Mapping[int, Sequence[Sequence[DecodeStep]]]) -> float:
+    """Of the ways by K, 0 among them, the best one's tokens per second over those of K = 0. Steps by way and round.
+
+    The best of several noisy figures is the luckiest, too: so what is best in one half of the rounds is judged by the
+    other, both ways.
+    """
+    halves = [{way: list(chain(*of_way[first::2])) for way, of_way in rounds.items()} for first in (0, 1)]
+    ratios = []
+    for chosen_by, judged_by in (halves, halves[::-1]):
+        best = max(chosen_by, key=lambda way: tokens_per_second(chosen_by[way]))
+        ratios.append(tokens_per_second(judged_by[best]) / tokens_per_second(judged_by[0]))
+    return statistics.geometric_mean(ratios)
+
+
+def ratio_error(rounds: Sequence[Sequence[DecodeStep]], others: Sequence[Sequence[DecodeStep]]) -> float:
+    """Standard error of the ratio of two runs' tokens per second, from how it differs between rounds."""
+    pairs = zip(rounds, others, strict=True)
+    logs = [math.log(tokens_per_second(mine) / tokens_per_second(theirs)) for mine, theirs in pairs]
+    return statistics.stdev(logs) / math.sqrt(len(logs))
 
 
 def acceptance_of(steps: Sequence[DecodeStep], longest: int) -> Acceptance:

@@ -71,7 +71,11 @@ def speed_table(cells: Sequence[Cell], lengths: Sequence[int]) -> Table:
         table.add_row(
             *(str(cell.batch), cell.prompt_set, cell.drafter, f"{figures.plain_tokens_per_s:.0f}"),
             *ratios,
-            *(f"{figures.adaptive:.2f}", f"{figures.adaptive_length:.1f}", f"{figures.adaptive_vs_best_fixed:.3f}"),
+            *(
+                f"{figures.adaptive:.2f}",
+                f"{figures.adaptive_length:.1f}",
+                f"{figures.adaptive_vs_best_fixed:.3f} ±{figures.adaptive_error:.3f}",
+            ),
         )
     return table
 

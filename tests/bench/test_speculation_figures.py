@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -11,11 +12,13 @@ from bench.speculation_figures import (
     STALL,
     Acceptance,
     acceptance_of,
+    best_fixed,
     coverage_of,
     draft_cost,
     experts_by_rows,
     percentile_90,
     predicted_speedups,
+    ratio_error,
     seconds_of,
     share_alike,
     tokens_per_second,
@@ -47,6 +50,25 @@ def test_rate_is_tokens_over_time() -> None:
 def test_a_stall_counts_as_a_few_steps() -> None:
     steps = [step((0, 0, 0), seconds=0.1) for _ in range(10)]
     assert seconds_of([*steps, step((0, 0, 0), seconds=9.0)]) == pytest.approx(1.0 + STALL * 0.1)
+
+
+def test_best_length_is_chosen_by_other_rounds_than_it_is_judged_by() -> None:
+    plain, lucky, steady = [1.0] * 4, [0.5, 1.25, 0.5, 1.25], [0.8] * 4
+    rounds = {
+        way: [[step((0, 0, 0), seconds=seconds)] for seconds in of_way]
+        for way, of_way in {0: plain, 3: lucky, 5: steady}.items()
+    }
+    # The even rounds choose 3, of which the odd ones say 0.8; those choose 5, of which the even ones say 1.25.
+    assert best_fixed(rounds) == pytest.approx((0.8 * 1.25) ** 0.5)
+    assert best_fixed({0: rounds[0], 5: [[step((0, 0, 0), seconds=2.0)]] * 4}) == 1.0
+
+
+def test_error_of_a_ratio_is_how_far_rounds_differ() -> None:
+    mine = [[step((0, 0, 0), seconds=seconds)] for seconds in (1.0, 2.0, 1.0, 2.0)]
+    theirs = [[step((0, 0, 0), seconds=1.0)]] * 4
+    assert ratio_error(theirs, theirs) == 0.0
+    # Logarithms 0 and ln 2 twice each: a deviation of ln 2 / sqrt(3), over the root of four rounds.
+    assert ratio_error(mine, theirs) == pytest.approx(math.log(2.0) / math.sqrt(3.0) / 2.0)
 
 
 def test_acceptance_looks_only_where_all_before_stood() -> None:
