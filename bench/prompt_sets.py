@@ -32,6 +32,9 @@ def read_sets(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
 def _read(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        there = ", ".join(sorted(each.stem for each in path.parent.glob("*.jsonl"))) or "none"
+        raise PromptsUnusable(f"there is no set {path.stem} in {path.parent}; sets there are: {there}") from None
     except (OSError, ValueError) as error:
         raise PromptsUnusable(f"{path} cannot be read: {error}") from error
     prompts = []

@@ -193,7 +193,7 @@ def main() -> None:
         max_tokens=arguments.max_tokens,
         effort=effort,
         heads=heads,
-        shape=arguments.draft_shape,
+        shape=DraftShape(arguments.draft_shape),
     )
     ends_at = started + QUICK_SECONDS - LEAVING_SECONDS if quick else None
     bench = Bench(grid, progress, ends_at)
@@ -208,6 +208,8 @@ def main() -> None:
     except (PromptsUnusable, CacheDoesNotFit) as error:
         raise SystemExit(f"bench.speculation: {error}") from None
     report(cells, folders, arguments.lengths, console)
+    if quick:
+        console.print("So few steps are measured with --quick that figures vary by a tenth or more from run to run.")
     print(json.dumps(summary(cells)))
 
 
@@ -226,7 +228,7 @@ def _arguments() -> argparse.Namespace:
     add("--drafters", type=_names, help=f"of none (always measured), {', '.join(DRAFTERS)} (default: all there are)")
     add("--lengths", type=_numbers, help=f"K, 1 to {LONGEST_DRAFT} (default: all of them); adaptive comes with them")
     add("--head", type=Path, action="append", default=[], metavar="DIR", help="a draft head instead of the shipped one")
-    add("--draft-shape", type=DraftShape, choices=list(DraftShape), default=DraftShape.TREE, help="of an EAGLE head")
+    add("--draft-shape", choices=[*map(str, DraftShape)], default="tree", help="of an EAGLE head")
     add("--max-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
     add("--seconds", type=float, default=FULL_CELL_SECONDS, help="of a cell, about (default: %(default)s)")
     arguments = parser.parse_args()

@@ -150,7 +150,8 @@ def target_table(cells: Sequence[Cell]) -> Table:
     error = found["prediction_error_p90"]
     assert error is None or isinstance(error, float)
     missed = None if error is None else -error
-    table.add_row("error of the prediction, p90", f"{error or 0:.1%}", f"<= {ERROR_TARGET:.0%}", _verdict(missed, -0.1))
+    measured = "-" if error is None else f"{error:.1%}"
+    table.add_row("error of the prediction, p90", measured, f"<= {ERROR_TARGET:.0%}", _verdict(missed, -ERROR_TARGET))
     return table
 
 

@@ -14,7 +14,8 @@ from decode.step_time import StepShape
 class DraftReason(enum.StrEnum):
     FASTEST = "fastest"  # drafts, because that is expected to be fastest
     PLAIN_FASTEST = "plain_fastest"  # no drafts, for the same reason
-    NO_ROOM = "no_room"  # no sequence may draft
+    NO_ROOM = "no_room"  # the step has no room for more than a token of each sequence
+    NOT_WANTED = "not_wanted"  # no sequence may draft: switched off, failed, or about to end
     NO_OFFER = "no_offer"  # for none that may the drafter has anything to propose
     NO_TIMES = "no_times"  # no step was measured yet: a plain one comes first
     TRY_SHAPE = "try_shape"  # a step of this size may be faster than forecast

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from model.linear import Linear
 from model.torch_runner import TorchRunner
 
 WEIGHTS, CARD = "head.safetensors", "card.json"
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 SHIPPED = Path(__file__).parent / "heads"
 
 
@@ -43,6 +45,8 @@ class HeadCard:
     @classmethod
     def read(cls, folder: Path) -> HeadCard:
         path = folder / CARD
+        if not folder.is_dir():
+            raise HeadUnusable(f"there is no folder {folder}")
         try:
             card = json.loads(path.read_text(encoding="utf-8"))
             return cls(card["kind"], dict(card["targets"]), tuple(card.get("taps", ())), card.get("about"))
@@ -54,11 +58,15 @@ class HeadCard:
     def check_target(self, folder: Path, digest: str) -> None:
         if digest not in self.targets.values():
             names = ", ".join(f"{name} ({known})" for name, known in self.targets.items())
-            raise HeadUnusable(f"the draft head in {folder} is for {names}; this model's digest is {digest}")
+            raise HeadUnusable(
+                f"the draft head in {folder} is for {names}; this model's digest is {digest}: "
+                "python -m decode.train_head trains one for it"
+            )
 
     def check_taps(self, folder: Path, num_layers: int) -> None:
         """A layer that is not there would fail every step of the target, not only drafts."""
-        if self.kind == "eagle" and not (self.taps and all(tap in range(num_layers) for tap in self.taps)):
+        are_layers = all(type(tap) is int and tap in range(num_layers) for tap in self.taps)
+        if self.kind == "eagle" and not (self.taps and are_layers):
             raise HeadUnusable(
                 f"taps in {folder / CARD} are {list(self.taps)}; layers of this model are 0 to {num_layers - 1}"
             )
@@ -138,11 +146,9 @@ def _vocabulary(path: Path, offsets: Tensor | None, vocab_size: int) -> Tensor |
     if offsets is None:
         return None
     token_ids = offsets.long().flatten() + torch.arange(offsets.numel())
-    if (
-        len(token_ids) == 0
-        or bool((token_ids.diff() <= 0).any())
-        or not 0 <= token_ids[0] <= token_ids[-1] < vocab_size
-    ):
+    in_range = (token_ids >= 0) & (token_ids < vocab_size)
+    is_ascending = bool(in_range.all()) and bool((token_ids.diff() > 0).all())
+    if len(token_ids) == 0 or offsets.is_floating_point() or not is_ascending:
         raise HeadUnusable(f"d2t of {path} does not name ascending token ids from 0 to {vocab_size - 1}")
     return token_ids
 
@@ -151,7 +157,7 @@ def _eagle_shapes(card: HeadCard, weights: Mapping[str, Tensor], config: ModelCo
     size, heads = config.hidden_size, config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
     gate = weights.get("midlayer.mlp.gate_proj.weight")
-    inner = gate.shape[0] if gate is not None else config.hidden_size
+    inner = gate.shape[0] if gate is not None and gate.ndim == 2 else config.hidden_size
     return {
         "fc.weight": (size, len(card.taps) * size),
         "midlayer.input_layernorm.weight": (size,),
@@ -168,9 +174,13 @@ def _eagle_shapes(card: HeadCard, weights: Mapping[str, Tensor], config: ModelCo
     }
 
 
+def num_medusa_heads(weights: Mapping[str, Tensor]) -> int:
+    return sum(re.fullmatch(r"heads\.[0-9]+\.weight", name) is not None for name in weights)
+
+
 def _medusa_shapes(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, tuple[int, ...]]:
     size = config.hidden_size
-    count = max(1, sum(name.endswith(".weight") and name.startswith("heads.") for name in weights))
+    count = max(1, num_medusa_heads(weights))
     shapes: dict[str, tuple[int, ...]] = {}
     for number in range(count):
         shapes[f"heads.{number}.weight"] = (size, size)
@@ -186,8 +196,10 @@ def _check_shapes(path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str
         found = tuple(weights[name].shape)
         if found != shape:
             raise HeadUnusable(f"{name} of {path} has shape {list(found)}; this target needs {list(shape)}")
-        if not weights[name].is_floating_point():
-            raise HeadUnusable(f"{name} of {path} is {weights[name].dtype}; it must be of floating point")
+    dtypes = {weights[name].dtype for name in shapes}
+    if len(dtypes) > 1 or not dtypes <= DTYPES:
+        found_dtypes, known = (", ".join(sorted(map(str, some))) for some in (dtypes, DTYPES))
+        raise HeadUnusable(f"the tensors of {path} are of {found_dtypes}; all must be of one of {known}")
 
 
 def _digest(weights: Mapping[str, Tensor], taps: Sequence[int], vocabulary: Tensor | None) -> str:

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from decode.step_time import StepForecast
 
 Floats = NDArray[np.float64]
+_LEAST_SURVIVAL = 0.005  # a draft that hardly ever stands brings nothing, and many of them make large tables
+_FLOOR_S = 1e-9
+
 Choice = tuple[int, int]
 """Cap and length of the prefix: an index into the tables."""
 
@@ -59,7 +62,7 @@ def weigh(
     `forecast` must reach as far as they do, together and at most.
     """
     num_sequences, num_positions = survival.shape
-    possible = np.arange(num_positions) < np.array(limits)[:, None]
+    possible = (np.arange(num_positions) < np.array(limits)[:, None]) & (survival >= _LEAST_SURVIVAL)
     owners, positions = np.nonzero(possible)
     likely = survival[possible]
     order = np.argsort(-likely, kind="stable")  # of equals, the one before comes first
@@ -77,7 +80,7 @@ def weigh(
     num_made = np.zeros_like(num_drafts)
     num_made[:, 1:] = np.cumsum(taken[:, 1:] & ~is_free, axis=1)
     seconds += forecast.draft_s[caps, None] + forecast.draft_token_s[caps, None] * num_made
-    rates = num_tokens / seconds
+    rates = num_tokens / np.maximum(seconds, _FLOOR_S)
     if num_spare_tokens < len(order):
         rates[num_drafts > num_spare_tokens] = 0.0
     return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, least_caps, num_sequences)

@@ -88,7 +88,7 @@ class AdaptiveDrafts:
         self._longest_draft = longest_draft
         self._max_context_tokens = max_context_tokens
         self._outlook = outlook
-        self._decision = DraftDecision((), DraftReason.NO_ROOM)
+        self._decision = DraftDecision((), DraftReason.NOT_WANTED)
         self._asked: dict[DecodeSequence, int] = {}
         self._outlooks: dict[DecodeSequence, Outlook] = {}
         self._num_context_tokens = 0

@@ -161,7 +161,9 @@ class DraftPolicy:
         self, demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_tokens: int
     ) -> DraftReason | None:
         """Why nothing can be drafted, if so."""
-        if num_spare_tokens < 1 or not any(demand.most_drafts > 0 for demand in demands):
+        if not any(demand.most_drafts > 0 for demand in demands):
+            return DraftReason.NOT_WANTED
+        if num_spare_tokens < 1:
             return DraftReason.NO_ROOM
         if not any(limit > 0 for limit in limits):
             return DraftReason.NO_OFFER

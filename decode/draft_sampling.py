@@ -55,12 +55,14 @@ class DraftSampling:
             if drawn:
                 own = [rows[special[place]] for place in drawn]
                 scores = processed_scores(wide[drawn], own)
+                are_finite = scores.amax(dim=-1).isfinite().tolist()
                 picked = _draw(scores, own)
                 parts = scores.softmax(dim=-1)
                 parts = parts if self.vocabulary is None else parts[:, self.vocabulary]
-                for place, token, law in zip(drawn, picked, parts, strict=True):
-                    tokens[special[place]] = token
-                    laws[special[place]] = law
+                for place, token, law, is_finite in zip(drawn, picked, parts, are_finite, strict=True):
+                    tokens[special[place]] = token if is_finite else None
+                    if is_finite:
+                        laws[special[place]] = law
         return tokens, laws
 
     def likeliest(self, logits: Tensor, rows: Sequence[Row], count: int) -> list[list[tuple[int, float]] | None]:

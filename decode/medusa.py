@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from decode.chain import Chain, grow
 from decode.draft import Draft
-from decode.draft_head import DraftHead
+from decode.draft_head import DraftHead, num_medusa_heads
 from decode.draft_sampling import DraftSampling
 from decode.drafter import Observed
 from decode.outlook import NOTHING, Outlook
@@ -35,7 +35,7 @@ class MedusaDrafter:
     def __init__(self, target: TorchRunner, head: DraftHead, method: Method) -> None:
         backend, config = target.backend.for_drafts(), target.config
         self.name = head.name
-        self.num_heads = sum(name.endswith(".bias") for name in head.weights)
+        self.num_heads = num_medusa_heads(head.weights)
         self._hidden_size = config.hidden_size
         self._activations, self._device = backend.activations, target.model.embedding.device
         matrices = [backend.place(head.weights[f"heads.{number}.weight"]) for number in range(self.num_heads)]

@@ -100,9 +100,14 @@ class StepTime:
         num_rows = shape.num_sequences + shape.num_draft_tokens
         features = self._verify_features(shape.num_sequences, shape.num_context_tokens, np.array([float(num_rows)]))[0]
         cell = self._cell_of_rows[min(num_rows, _MOST_ROWS) - 1]
-        error = self._verify.observe(group, cell, features, verify_s / self.drift)
         longest = min(shape.longest_draft, self._longest_draft)
         asked = np.array([1.0, longest > 0, longest, shape.num_asked_tokens], dtype=np.float64)
+        ordinary_s = float(self._verify.fit(features))  # a draft is not thought to take longer than its verification
+        if self._verify.leaves_out(group, cell, features, verify_s / self.drift) or self._draft.leaves_out(
+            group, longest, asked, draft_s / self.drift, ordinary_s
+        ):
+            return
+        error = self._verify.observe(group, cell, features, verify_s / self.drift)
         self._draft.observe(group, longest, asked, draft_s / self.drift)
         if error is not None:
             self._follow_drift(error)

@@ -29,7 +29,7 @@ from decode.head_data import HeadData
 from decode.head_training import CheckpointMismatch, Losses, Progress, TrainingOptions, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
 from decode.training_answers import AnswerOptions, collect_answers
-from decode.training_progress import Teller, Ticker, percent
+from decode.training_progress import HelpWithDefaults, Teller, Ticker, percent
 from model.cache_folder import default_cache
 from model.checkpoint import model_digest
 from model.config import ModelConfig
@@ -66,10 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(job, folder, console)
     except (ModelUnavailable, NoPrompts, HeadUnusable, CheckpointMismatch) as error:
         sys.exit(f"Error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Interrupted: the same command goes on from here.")
 
 
 def _run(job: Job, folder: Path, console: Console) -> None:
     config = ModelConfig.from_folder(folder)
+    claim(job.answers.work, job.model, model_digest(folder))
     taps = (2, config.num_layers // 2, config.num_layers - 3)
     module = _module(job, config, len(taps))
     before = begin_with(job.begin_with, job.kind, taps, config, module) if job.begin_with else None
@@ -100,6 +103,24 @@ def _run(job: Job, folder: Path, console: Console) -> None:
     final = held_out(losses, data, held, job.training)
     _write(job, folder, module, vocabulary, taps, final, generations, before)
     console.print(f"{job.output}: held-out acceptance by position {percent(final.acceptance)}")
+
+
+def claim(work: Path, name: str, digest: str) -> None:
+    """Answers and hidden states are one target's: a folder that has another's is refused.
+
+    Raises:
+        CheckpointMismatch
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "target.json"
+    if not path.exists():
+        path.write_text(json.dumps({"name": name, "digest": digest}), encoding="utf-8")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["digest"] != digest:
+        raise CheckpointMismatch(
+            f"{work} holds what {found['name']} ({found['digest']}) has answered; the target is {name} ({digest}): "
+            "name another --work"
+        )
 
 
 def draft_vocabulary(generations: Sequence[Generation], vocab_size: int, size: int) -> Tensor:
@@ -193,7 +214,7 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
     parser = argparse.ArgumentParser(
         prog="python -m decode.train_head",
         description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpWithDefaults,
     )
     parser.add_argument("--kind", choices=("eagle", "medusa"), required=True, help="what to train")
     parser.add_argument("--model", default="demo-dense", help="the target: as for `pdserve up`")
@@ -216,8 +237,10 @@ def _job(arguments: Sequence[str] | None) -> tuple[Job, int | None]:
     parser.add_argument("--passes", type=int, default=3, help="positions an EAGLE head is trained to draft")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
     given = parser.parse_args(arguments)
-    if given.answers < 1 or given.own_prompts < 0 or given.own_code_prompts < 0:
-        parser.error("--answers must be at least 1, --own-prompts and --own-code-prompts at least 0")
+    for name, value in vars(given).items():
+        least = 0 if name in ("own_prompts", "own_code_prompts") else 1
+        if isinstance(value, int) and value < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
     options = TrainingOptions(given.steps, given.tokens_per_step, given.learning_rate)
     job = Job(
         kind=given.kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,13 +11,21 @@ from rich.console import Console
 from decode.head_training import Progress
 
 
+class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Leaves out defaults that are none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 class Ticker:
-    """A line every few seconds: how far a stage is, and when it will be done."""
+    """A line at the beginning of a stage and every few seconds: how far it is, and when it will be done."""
 
     def __init__(self, console: Console, what: str, every_s: float = 10.0) -> None:
         self._console, self._what, self._every_s = console, what, every_s
         self._begin = self._told = time.monotonic()
         self._first: int | None = None
+        console.print(f"{what}  begins")
 
     def tell(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -28,17 +37,22 @@ class Ticker:
 
 
 class Teller:
-    """Loss and acceptance as training goes on, and now and then on what is held out."""
+    """Loss and acceptance as training goes on, at every tenth step and, if steps are slow, every few seconds; now and
+    then on what is held out, too."""
 
-    def __init__(self, console: Console, num_steps: int, measure: Callable[[], Progress]) -> None:
-        self._console, self._num_steps, self._measure = console, num_steps, measure
-        self._begin = time.monotonic()
+    def __init__(
+        self, console: Console, num_steps: int, measure: Callable[[], Progress], every_s: float = 10.0
+    ) -> None:
+        self._console, self._num_steps, self._measure, self._every_s = console, num_steps, measure, every_s
+        self._begin = self._told = time.monotonic()
         self._first: int | None = None
 
     def tell(self, progress: Progress) -> None:
         self._first = progress.step - 1 if self._first is None else self._first
-        if progress.step % 10 == 0:
-            seconds = (time.monotonic() - self._begin) / (progress.step - self._first)
+        now = time.monotonic()
+        if progress.step % 10 == 0 or now - self._told >= self._every_s:
+            self._told = now
+            seconds = (now - self._begin) / (progress.step - self._first)
             left = seconds * (self._num_steps - progress.step) / 60
             self._line(f"step {progress.step:5} of {self._num_steps}, {left:4.0f} min left", progress)
         if progress.step % 100 == 0:

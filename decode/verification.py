@@ -78,7 +78,7 @@ class _Case:
 
 
 def verify(logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[Draft], method: Method) -> list[Verdict | None]:
-    """A verdict for each sequence, None where its logits are not finite. No sequence's verdict depends on another's.
+    """A verdict for each sequence, None where its last token's logits are not finite; none depends on another's.
 
     `logits` [R, V] hold `drafts[i].num_rows` rows of each sequence in turn. A batch that is all plain greedy costs one
     maximum; dense probabilities are made only for sequences that are judged by chances.
@@ -86,30 +86,44 @@ def verify(logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[Draft], met
     cases = _cases(chunks, drafts)
     highest, likeliest = largest(logits)
     is_finite = torch.isfinite(highest).tolist()  # a maximum carries NaN along
-    whole = [index for index, case in enumerate(cases) if all(is_finite[row] for row in case.span)]
-    judged = {index: cases[index] for index in whole if cases[index].is_judged(method)}
-    compared = {index: cases[index] for index in whole if index not in judged}
+    known = {index: case for index, case in enumerate(cases) if is_finite[case.first_row]}
+    judged = {
+        index: case
+        for index, case in known.items()
+        if case.is_judged(method) and all(is_finite[row] for row in case.span)
+    }
+    compared = {index: case for index, case in known.items() if index not in judged}
     verdicts: dict[int, Verdict] = {}
     if compared:
-        targets = _plain_tokens(logits, likeliest, compared.values())
+        targets = _plain_tokens(logits, likeliest, compared.values(), is_finite)
         verdicts |= {index: follow(case.draft, [targets[row] for row in case.span]) for index, case in compared.items()}
     if judged:
         verdicts |= zip(judged, _judge(logits, list(judged.values()), method), strict=True)
     return [verdicts.get(index) for index in range(len(cases))]
 
 
-def follow(draft: Draft, targets: Sequence[int]) -> Verdict:
+def follow(draft: Draft, targets: Sequence[int | None]) -> Verdict:
     """Down from the root, to the draft that is what the row before it wants, for as long as there is one.
 
-    `targets` [K + 1], by row. If they are drawn from the rows' laws, this is the rule for a deterministic tree "take
-    child x with chance p(x), else set p(x) to 0, renormalise and try the next; draw from the rest when none is left".
+    `targets` [K + 1], by row; a draft whose own row has none, its logits not being finite, does not stand. If they are
+    drawn from the rows' laws, this is the rule for a deterministic tree "take child x with chance p(x), else set p(x)
+    to 0, renormalise and try the next; draw from the rest when none is left".
+
+    Raises:
+        ValueError: the first row has none.
     """
     parents = range(-1, len(draft.token_ids) - 1) if draft.parents is None else draft.parents
     children = {edge: node + 1 for node, edge in enumerate(zip(parents, draft.token_ids, strict=True))}
-    rows = [0]
-    while (child := children.get((rows[-1] - 1, targets[rows[-1]]))) is not None:
-        rows.append(child)
-    return Verdict(tuple(targets[row] for row in rows), tuple(rows))
+    rows: list[int] = []
+    tokens: list[int] = []
+    row: int | None = 0
+    while row is not None and (token := targets[row]) is not None:
+        rows.append(row)
+        tokens.append(token)
+        row = children.get((row - 1, token))
+    if not rows:
+        raise ValueError("the row behind the last token wants nothing")
+    return Verdict(tuple(tokens), tuple(rows))
 
 
 def emitted(
@@ -138,14 +152,17 @@ def _cases(chunks: Sequence[Chunk], drafts: Sequence[Draft]) -> list[_Case]:
     return [_Case(chunk, draft, first) for (chunk, draft), first in zip(pairs, first_rows, strict=False)]
 
 
-def _plain_tokens(logits: Tensor, likeliest: Tensor, cases: Iterable[_Case]) -> list[int]:
-    """What plain sampling draws at every row of these cases. Overwrites `likeliest` [R]."""
+def _plain_tokens(
+    logits: Tensor, likeliest: Tensor, cases: Iterable[_Case], is_finite: Sequence[bool]
+) -> list[int | None]:
+    """What plain sampling draws at every row of these cases that is finite, None at the others. Overwrites `likeliest`
+    [R]."""
     special = [case for case in cases if not case.root.is_plain_greedy]
-    if special:
-        indexes = [index for case in special for index in case.span]
-        likeliest[indexes] = choose(logits[indexes].float(), [row for case in special for row in case.rows])
-    tokens: list[int] = likeliest.tolist()
-    return tokens
+    pairs = [pair for case in special for pair in zip(case.span, case.rows, strict=True) if is_finite[pair[0]]]
+    if pairs:
+        indexes = [index for index, _ in pairs]
+        likeliest[indexes] = choose(logits[indexes].float(), [row for _, row in pairs])
+    return [token if finite else None for token, finite in zip(likeliest.tolist(), is_finite, strict=True)]
 
 
 def _judge(logits: Tensor, cases: Sequence[_Case], method: Method) -> list[Verdict]:

@@ -144,7 +144,7 @@ def router(log_level: str, **settings: Any) -> None:
 @cli.command()
 @click.argument("prompt")
 @options.router_option
-@options.sampling_options
+@options.sampling_options()
 @options.deadline_option
 @options.quiet_option
 def generate(prompt: str, **settings: Any) -> None:
@@ -157,14 +157,11 @@ def generate(prompt: str, **settings: Any) -> None:
 @cli.command()
 @click.argument("prompt", required=False)
 @options.router_option
-@options.sampling_options
+@options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
 @options.deadline_option
 @options.quiet_option
 def chat(prompt: str | None, **settings: Any) -> None:
-    """Talk to the model, or ask it PROMPT once. Input that is no terminal's is read line by line, a prompt each.
-
-    Unless told otherwise greedily, with a repetition penalty of 1.05 and at most 400 tokens an answer.
-    """
+    """Talk to the model, or ask it PROMPT once. Input that is no terminal's is read line by line, a prompt each."""
     from deploy.conversation import CHAT_SAMPLING, Conversation, talk
 
     conversation = Conversation(_asking(defaults=CHAT_SAMPLING, **settings))

@@ -108,7 +108,7 @@ def head_plan(kind: str, where: Path, folder: Path, shape: DraftShape) -> Drafte
 
 def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
     from decode.draft import DraftShape
-    from decode.draft_head import HeadCard, shipped_head
+    from decode.draft_head import HeadCard, HeadUnusable, shipped_head
 
     where = Path(config.draft_model) if config.draft_model is not None else shipped_head(kind, model_digest(folder))
     if where is None:
@@ -117,7 +117,10 @@ def _head(kind: str, config: WorkerConfig, folder: Path) -> DrafterPlan:
             f"train one: python -m decode.train_head --kind {kind} --model {config.model}"
         )
     shape = DraftShape.TREE if config.draft_shape == "auto" else DraftShape(config.draft_shape)
-    plan = head_plan(kind, where, folder, shape)
+    try:
+        plan = head_plan(kind, where, folder, shape)
+    except HeadUnusable as error:
+        raise HeadUnusable(f"--drafter {kind}: {error}") from error
     if kind == "eagle":
         model = ModelConfig.from_folder(folder)
         _check_state_fits(len(HeadCard.read(where).taps) * model.hidden_size, config, model)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from deploy.logs import LEVELS
+from model.sampling_params import MAX_DRAFT_TOKENS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,6 +21,7 @@ VERIFICATIONS = ("block", "token", "coupled")
 DRAFT_LENGTHS = ("adaptive", "fixed")
 DRAFT_SHAPES = ("auto", "chain", "tree")
 PORT, COUNT = click.IntRange(0, 65535), click.IntRange(0)
+DRAFT_TOKENS = click.IntRange(0, MAX_DRAFT_TOKENS)
 DEFAULT_ROUTER = "127.0.0.1:8500"
 
 
@@ -81,10 +83,9 @@ def _speculation(context: click.Context, parameter: click.Parameter, value: str 
     """`off` or a number of tokens, as max_draft_tokens: 0 is off."""
     if value is None or value == "off":
         return None if value is None else 0
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither off nor a number of tokens") from None
+    if not value.isdecimal() or int(value) > MAX_DRAFT_TOKENS:
+        raise click.BadParameter(f"{value!r} is neither off nor a number of tokens from 0 to {MAX_DRAFT_TOKENS}")
+    return int(value)
 
 
 router_option = click.option(
@@ -162,7 +163,9 @@ worker_options = group_of(
         help="How a head's or model's chains are judged when sampling. block: most stand; coupled: the text is that "
         "without guesses.",
     ),
-    worker_setting("--max-draft-tokens", type=int, default=7, help="Tokens guessed ahead in one step, at most."),
+    worker_setting(
+        "--max-draft-tokens", type=DRAFT_TOKENS, default=7, help="Tokens guessed ahead in one step, at most."
+    ),
     worker_setting(
         "--draft-length",
         type=click.Choice(DRAFT_LENGTHS),
@@ -182,29 +185,47 @@ threads_option = click.option(
     "--num-threads", type=int, help="Compute threads.  [default: this machine's cores, shared out]"
 )
 
-sampling_options = group_of(
-    click.option("--temperature", type=float, help="0 takes the likeliest token.  [default: 1]"),
-    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
-    click.option("--top-p", type=float, help="Keep the likeliest tokens that sum to p."),
-    click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
-    click.option("--repetition-penalty", type=float, help="Above 1: avoid what prompt and answer contain."),
-    click.option("--presence-penalty", type=float, help="Above 0: avoid what the answer contains."),
-    click.option("--frequency-penalty", type=float, help="Above 0: the more, the more often it does."),
-    click.option("--seed", type=int, help="The same seed gives the same text.  [default: drawn]"),
-    click.option("--max-tokens", type=int, help="Length of the answer, at most.  [default: what the context leaves]"),
-    click.option("--min-tokens", type=int, help="Length of the answer, at least."),
-    click.option(
-        "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Ends the answer; may be repeated."
-    ),
-    click.option(
-        "--speculation",
-        "max_draft_tokens",
-        metavar="off|N",
-        callback=_speculation,
-        help="Tokens guessed ahead in one step, at most.  [default: what is fastest]",
-    ),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's own end tokens."),
-)
+
+def sampling_options(**defaults: str) -> Callable[[F], F]:
+    """`defaults`: by option, what holds where it is not given, in words."""
+
+    def told(name: str, otherwise: str) -> str:
+        return f"  [default: {defaults.get(name, otherwise)}]"
+
+    return group_of(
+        click.option("--temperature", type=float, help="0 takes the likeliest token." + told("temperature", "1")),
+        click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
+        click.option("--top-p", type=float, help="Keep the likeliest tokens that sum to p."),
+        click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
+        click.option(
+            "--repetition-penalty",
+            type=float,
+            help="Above 1: avoid what prompt and answer contain." + told("repetition_penalty", "1"),
+        ),
+        click.option("--presence-penalty", type=float, help="Above 0: avoid what the answer contains."),
+        click.option("--frequency-penalty", type=float, help="Above 0: the more, the more often it does."),
+        click.option("--seed", type=int, help="The same seed gives the same text.  [default: drawn]"),
+        click.option(
+            "--max-tokens",
+            type=int,
+            help="Length of the answer, at most." + told("max_tokens", "what the context leaves"),
+        ),
+        click.option("--min-tokens", type=int, help="Length of the answer, at least."),
+        click.option(
+            "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Ends the answer; may be repeated."
+        ),
+        click.option(
+            "--speculation",
+            "max_draft_tokens",
+            metavar="off|N",
+            callback=_speculation,
+            help="Tokens guessed ahead in one step, at most, and no more than the worker allows.  "
+            "[default: what is fastest; 0<=N<=64]",
+        ),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's own end tokens."),
+    )
+
+
 deadline_option = click.option("--deadline-s", type=click.FloatRange(0, min_open=True), help="Give up after this long.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the answer only.")
 

@@ -55,10 +55,10 @@ class KVLayout:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def difference(self, other: KVLayout) -> str | None:
+    def difference(self, other: KVLayout, *, here: str = "here", there: str = "there") -> str | None:
         """A field in which `other` differs, in words; None if none does. Those that others follow from come first."""
         for name in ("model_digest", "drafter", *(field.name for field in fields(self))):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                return f"{name} is {theirs!r} there and {mine!r} here"
+                return f"{name} is {theirs!r} {there} and {mine!r} {here}"
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
+# Beyond these a text is noise, and much further on scores leave the range of float32.
+MAX_TEMPERATURE = 100.0
+REPETITION_PENALTIES = 0.01, 100.0
 
 
 class InvalidSampling(ValueError):
@@ -40,11 +42,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check(self, "max_tokens", self.max_tokens >= 1, "at least 1")
         _check(self, "min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens ({self.max_tokens})")
-        _check(self, "temperature", 0.0 <= self.temperature < math.inf, "a number, 0 (greedy) or more")
+        _check(self, "temperature", 0.0 <= self.temperature <= MAX_TEMPERATURE, f"0 (greedy) to {MAX_TEMPERATURE:g}")
         _check(self, "top_k", self.top_k >= 0, "0 (all) or more")
         _check(self, "top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         _check(self, "min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
-        _check(self, "repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a number above 0")
+        least, most = REPETITION_PENALTIES
+        _check(self, "repetition_penalty", least <= self.repetition_penalty <= most, f"{least:g} to {most:g}")
         _check(self, "presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2")
         _check(self, "frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2")
         _check(self, "seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1")

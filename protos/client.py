@@ -10,7 +10,7 @@ import grpc.aio
 
 from protos import inference_pb2, inference_pb2_grpc, workers_pb2, workers_pb2_grpc
 from protos.channel import open_channel, service_errors
-from protos.errors import Internal, InvalidArgument
+from protos.errors import Internal, InvalidArgument, Unavailable
 from protos.values import ROLES, ChatMessage, Chunk, Model, Sampling, Status, Summary
 
 Answer: TypeAlias = AsyncGenerator[Chunk | Summary, None]
@@ -131,6 +131,11 @@ async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:
                     raise Internal(gap)
                 num_tokens += len(message.token_ids)
                 yield Chunk.from_message(message)
+    except Unavailable as error:
+        if not num_tokens or type(error) is not Unavailable:
+            raise
+        raise Unavailable(f"the answer broke off after {num_tokens} tokens: {error}") from error
+    else:
         if not is_complete:
             raise Internal("the answer ended without its summary")
     finally:

@@ -271,11 +271,13 @@ class WorkerTable:
         others = [other.profile for other in self._present() if other.profile.id.name != profile.id.name]
         if not others:
             return
-        difference = others[0].layout.difference(profile.layout)
+        here, there = "at the others of this router", f"at {profile.id.name}"
+        difference = others[0].layout.difference(profile.layout, here=here, there=there)
         if difference is not None:
+            drafter = "; they must have the same --drafter ('' is ngram or none)" if "drafter is" in difference else ""
             raise FailedPrecondition(
-                f"the worker (model {profile.model_name!r}) does not fit those registered "
-                f"(model {others[0].model_name!r}): {difference}",
+                f"a worker of model {profile.model_name!r} does not fit those of model {others[0].model_name!r}: "
+                f"{difference}{drafter}",
                 field="hello.layout",
             )
         if profile.tokenizer_digest != others[0].tokenizer_digest:

@@ -35,6 +35,7 @@ static long insert(const float *x, long i, long *best, long num, long count) {
  * their logprobs under the row's softmax. Where a row has fewer above -infinity: -1 and -infinity. A row with NaN or
  * infinity has NaN for its logprobs. */
 void likeliest(const float *scores, long R, long D, long count, long *columns, float *logprobs) {
+    if (count < 1) return;
     for (long r = 0; r < R; r++, scores += D, columns += count, logprobs += count) {
         const float most = most_or_nan(scores, D);
         const int is_whole = most < INFINITY;

@@ -80,6 +80,14 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
     return (_P * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
+def _type_of(tensors: Sequence[Tensor]) -> int:
+    """Of all of these: the kernels are told one. ValueError if they differ."""
+    types = {tensor.dtype for tensor in tensors}
+    if len(types) > 1:
+        raise ValueError(f"the kernels take matrices of one dtype, not of {', '.join(sorted(map(str, types)))}")
+    return TYPES[types.pop()]
+
+
 def _floats(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float().contiguous()
 
@@ -92,7 +100,7 @@ class KernelLinear:
         self._weights, self._biases = (_pointers(tensors) for tensors in self._kept)
         self._sizes = (_L * len(sizes))(*sizes)
         self._num_outputs = sum(sizes)
-        self._type = TYPES[weights[0].dtype]
+        self._type = _type_of(weights)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         num_tokens, num_inputs = x.shape
@@ -123,7 +131,7 @@ class KernelFeedForward:
         self._call = kernels.feed_forward
         self._kept = [matrix.contiguous() for matrix in (expert.gate, expert.up, expert.down)]
         self._matrices = [matrix.data_ptr() for matrix in self._kept]
-        self._sizes = expert.down.shape[0], expert.gate.shape[0], TYPES[expert.gate.dtype]  # K, I
+        self._sizes = expert.down.shape[0], expert.gate.shape[0], _type_of(self._kept)  # K, I
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
         num_inputs, num_inner, _ = self._sizes
@@ -141,11 +149,11 @@ class KernelMoE:
         self._call = kernels.mixture
         self._num_per_token = num_experts_per_token
         self._router = router.contiguous()
-        matrices = ([getattr(expert, name).contiguous() for expert in experts] for name in ("gate", "up", "down"))
-        self._kept = list(matrices)
+        self._kept = [[getattr(expert, name).contiguous() for expert in experts] for name in ("gate", "up", "down")]
+        type_of_all = _type_of([self._router, *(matrix for matrices in self._kept for matrix in matrices)])
         self._matrices = self._router.data_ptr(), *(_pointers(tensors) for tensors in self._kept)
         num_inner, num_inputs = experts[0].gate.shape
-        self._sizes = num_inputs, num_inner, len(experts), num_experts_per_token, TYPES[router.dtype]
+        self._sizes = num_inputs, num_inner, len(experts), num_experts_per_token, type_of_all
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
         num_inputs, num_inner, num_experts, per_token, _ = self._sizes

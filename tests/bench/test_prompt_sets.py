@@ -53,7 +53,7 @@ def test_first_turns_in_an_order_that_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "mine.jsonl cannot be read"),
+        (None, "there is no set mine in .*; sets there are: none"),
         ("", "mine.jsonl holds no prompts"),
         ('{"turns": ["a"]}\n{"turns": []}\n', "mine.jsonl:2"),
         ('{"turns": ["a"]}\n{"prompt": "b"}\n', "mine.jsonl:2"),

@@ -132,10 +132,18 @@ def test_what_was_observed_of_a_sequence_is_gone_with_it() -> None:
     assert not policy.acceptance._slots and not policy._probes._entries
 
 
-@pytest.mark.parametrize(("most", "spare"), [([0, 0], 100), ([7, 7], 0), ([], 100)])
-def test_no_room(most: list[int], spare: int) -> None:
+@pytest.mark.parametrize(
+    ("most", "spare", "reason"),
+    [
+        ([0, 0], 100, DraftReason.NOT_WANTED),
+        ([], 100, DraftReason.NOT_WANTED),
+        ([0, 0], 0, DraftReason.NOT_WANTED),
+        ([7, 7], 0, DraftReason.NO_ROOM),
+    ],
+)
+def test_nothing_can_be_drafted(most: list[int], spare: int, reason: DraftReason) -> None:
     decision = trained(DENSE, [0.9, 0.9]).choose(demands(most), 200, spare)
-    assert (decision.draft_lengths, decision.reason) == ((0,) * len(most), DraftReason.NO_ROOM)
+    assert (decision.draft_lengths, decision.reason) == ((0,) * len(most), reason)
 
 
 def test_every_limit_holds_whatever_happens() -> None:

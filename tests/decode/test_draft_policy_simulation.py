@@ -6,12 +6,13 @@ is drawn, and its times carry 5 % of noise.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
 
 from decode.coverage import ExpertCoverage
-from decode.draft_decision import DraftReason
+from decode.draft_decision import DraftDecision, DraftReason, StepOutcome
 from decode.draft_policy import DraftPolicy
 from decode.outlook import Outlook
 from tests.decode.simulated_hardware import (
@@ -48,6 +49,29 @@ def test_is_as_fast_as_the_best_fixed_length(name: str, num_sequences: int, acce
     rate, rates = simulation.run(policy, 300), fixed_rates(simulation)
     assert rate >= 0.97 * max(rates.values())
     assert rate >= 0.98 * rates[0]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+@pytest.mark.parametrize("num_stalls", [1, 2])
+@pytest.mark.parametrize("factor", [5.0, 30.0, 3600.0])
+def test_first_drafts_that_are_held_up_do_not_end_drafting(
+    factor: float, num_stalls: int, num_sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else had the machine, and what nobody tries again nobody finds to be fast."""
+    simulation, policy = Simulation(DENSE, [0.8] * num_sequences), policy_for(DENSE)
+    stalled: list[DraftDecision] = []
+    observe = policy.observe
+
+    def slowly(decision: DraftDecision, outcome: StepOutcome) -> None:
+        if any(decision.draft_lengths) and len(stalled) < num_stalls:
+            stalled.append(decision)
+            outcome = replace(outcome, verify_s=outcome.verify_s * factor, draft_s=outcome.draft_s * factor)
+        observe(decision, outcome)
+
+    monkeypatch.setattr(policy, "observe", slowly)
+    simulation.run(policy, WARM_UP)
+    assert simulation.run(policy, 300) >= 0.97 * max(fixed_rates(simulation).values())
+    assert len(stalled) == num_stalls
 
 
 def test_the_grid_asks_for_different_lengths() -> None:

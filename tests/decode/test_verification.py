@@ -236,10 +236,33 @@ def test_logits_that_are_not_finite_cost_their_own_sequence_its_verdict(
     before = verify(torch.cat(parts), chunks, drafts, method)
     for victim in (6, 7, 8, 9):  # drafts of different lengths
         broken = [part.clone() for part in parts]
-        broken[victim][-1, 17] = bad
+        broken[victim][0, 17] = bad
         found = verify(torch.cat(broken), chunks, drafts, method)
         assert found == [None if index == victim else verdict for index, verdict in enumerate(before)]
         assert emitted(torch.cat(broken), chunks, drafts, found)[victim] == ()
+
+
+@batches
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_draft_whose_own_logits_are_not_finite_does_not_stand(bad: float, method: Method, only_judged: bool) -> None:
+    """It is a guess: where plain decoding goes on without an error, so does this, with the tokens that that draws."""
+    parts, chunks, drafts = mixed_batch(only_judged=only_judged)
+    before = verify(torch.cat(parts), chunks, drafts, method)
+    num_cut = 0
+    for victim in range(len(chunks)):
+        last = len(drafts[victim].token_ids)
+        broken = [part.clone() for part in parts]
+        broken[victim][last, 17] = bad
+        verdicts = verify(torch.cat(broken), chunks, drafts, method)
+        found, was, without = verdicts.pop(victim), before[victim], [v for v in before if v is not before[victim]]
+        assert verdicts == without
+        if last:
+            assert found is not None and was is not None and last not in found.rows
+            plain = verify(torch.cat(parts), chunks, drafts, Method.COUPLED)[victim]
+            assert plain is not None and found.token_ids == plain.token_ids[: len(found.rows)]
+            num_cut += last in was.rows
+    assert num_cut > 3
 
 
 @batches

@@ -65,6 +65,9 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["demo", "--max-context", "0"], "0 is not in the range x>=2"),
         (["generate", "x", "--deadline-s", "0"], "0.0 is not in the range x>0"),
         (["generate", "x", "--speculation", "on"], "'on' is neither off nor a number of tokens"),
+        (["chat", "x", "--speculation", "65"], "'65' is neither off nor a number of tokens from 0 to 64"),
+        (["up", "--max-draft-tokens", "65"], "65 is not in the range 0<=x<=64"),
+        (["worker", "--max-draft-tokens", "-1"], "-1 is not in the range 0<=x<=64"),
         (["worker", "--drafter", "oracle"], "'oracle' is not one of 'auto', 'none', 'ngram', 'eagle', 'eagle+ngram'"),
         (["model", "build", "gpt-7"], "unknown: gpt-7; there are demo-dense and demo-moe"),
     ],
@@ -95,8 +98,6 @@ def test_wrong_values_are_one_sentence(arguments: list[str], complaint: str) -> 
     ("arguments", "complaint"),
     [
         (["--block-size", "0"], "--block-size is 0; it must be at least 1"),
-        (["--max-draft-tokens", "65"], "--max-draft-tokens is 65; it must be 0 to 64"),
-        (["--max-draft-tokens", "-1"], "--max-draft-tokens is -1; it must be 0 to 64"),
         (["--kv-cache-gb", "0"], "--kv-cache-gb is 0; it must be a number above 0"),
         (
             ["--num-blocks", "1", "--block-size", "1"],

@@ -221,7 +221,8 @@ def test_worker_ends_with_one_sentence(tiny_model: Path, tmp_path: Path) -> None
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
-    assert run.stderr.splitlines()[-1].startswith(f"Error: the draft head in {head} is for tiny (0123); ")
+    complaint = f"Error: --drafter eagle: the draft head in {head} is for tiny (0123); "
+    assert run.stderr.splitlines()[-1].startswith(complaint)
 
 
 @pytest.mark.parametrize(("kind", "num_layers"), [("eagle", 4), ("medusa", 3), ("model", 6), ("ngram", 3), ("none", 3)])

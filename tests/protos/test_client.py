@@ -40,8 +40,9 @@ SUMMARY = pb.GenerateResponse(
 
 
 class Scripted(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, messages: Messages, delay_s: float = 0.0) -> None:
+    def __init__(self, messages: Messages, delay_s: float = 0.0, ends_with: Exception | None = None) -> None:
         self.messages = messages
+        self.ends_with = ends_with
         self.delay_s = delay_s
         self.requests: list[pb.GenerateRequest | pb.ChatRequest] = []
         self.closed = asyncio.Event()
@@ -66,6 +67,8 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
             for message in self.messages:
                 yield message
                 await asyncio.sleep(self.delay_s)
+            if self.ends_with is not None:
+                raise self.ends_with
         finally:
             self.closed.set()
 
@@ -197,6 +200,17 @@ async def test_nobody_there() -> None:
         with pytest.raises(Unavailable) as caught:
             await client.get_model()
         assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("output", "begins"), [([tokens(0, 7)], "the answer broke off after 1 tokens: "), ([], "gone")]
+)
+async def test_router_that_is_lost_during_an_answer(output: list[Any], begins: str) -> None:
+    async with talking_to(Scripted(output, ends_with=Unavailable("gone"))) as client:
+        with pytest.raises(Unavailable) as caught:
+            async for _ in client.generate("x"):
+                pass
+        assert str(caught.value).startswith(begins) and caught.value.retryable
 
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=-1), Sampling(top_k=2**70)])
