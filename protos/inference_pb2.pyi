@@ -64,7 +64,7 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """>= 0; 0 is greedy. Default 1"""
+    """0 to 100; 0 is greedy. Default 1"""
     top_k: _builtins.int
     """>= 0; 0 keeps all. Default 0"""
     top_p: _builtins.float
@@ -72,7 +72,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """[0, 1]. Default 0"""
     repetition_penalty: _builtins.float
-    """> 0; over prompt and output. Default 1"""
+    """0.01 to 100; over prompt and output. Default 1"""
     presence_penalty: _builtins.float
     """[-2, 2]; over output. Default 0"""
     frequency_penalty: _builtins.float

@@ -125,6 +125,15 @@ def test_outcome_that_cannot_be_learnt_from_is_gone_with_its_error() -> None:
     observe(policy, policy.choose(demands([7]), 200, 100), num_accepted=7)
 
 
+def test_last_steps_of_a_sequence_teach_something_too() -> None:
+    policy = trained(DENSE, [0.9])
+    decision, before = settled(policy), policy.acceptance.pool_rates[0]
+    observe(policy, decision, num_accepted=0)
+    assert policy.acceptance.pool_rates[0] == before  # not yet
+    policy.forget(["0"])
+    assert policy.acceptance.pool_rates[0] < before
+
+
 def test_what_was_observed_of_a_sequence_is_gone_with_it() -> None:
     policy = trained(DENSE, [0.9])
     observe(policy, settled(policy), num_accepted=7)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
+from torch import Tensor
 
 import decode.draft_head
 import model.torch_runner
@@ -32,7 +33,7 @@ from model.runner import Chunk
 from model.sampling_params import SamplingParams
 from protos.channel import MAX_MESSAGE_BYTES
 from protos.decode_pb2 import HandoverRecord
-from tests.cluster.draft_heads import write_head
+from tests.cluster.draft_heads import NUM_MEDUSA_HEADS, write_head
 from tests.deploy.test_runners import config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,10 +64,12 @@ def change_card(folder: Path, **changes: Any) -> None:
     (folder / CARD).write_text(json.dumps(card | changes))
 
 
-def head_of_whole_numbers(folder: Path, model: Path) -> None:
-    path = write_head(folder, "medusa", model) / WEIGHTS
-    weights = load_file(path)
-    save_file({**weights, "heads.0.weight": weights["heads.0.weight"].to(torch.int8)}, path)
+def change_weights(folder: Path, **changes: Callable[[Tensor], Tensor]) -> None:
+    """`changes` by name, with _ for the points."""
+    weights = load_file(folder / WEIGHTS)
+    names = {name.replace(".", "_"): name for name in weights}
+    changed = {names.get(key, key): change(weights[names[key]]) for key, change in changes.items()}
+    save_file({**weights, **changed}, folder / WEIGHTS)
 
 
 UNUSABLE: list[tuple[str, str, Write | None, str]] = [
@@ -97,14 +100,69 @@ UNUSABLE: list[tuple[str, str, Write | None, str]] = [
     (
         "head of whole numbers",
         "medusa",
-        head_of_whole_numbers,
-        r"heads\.0\.weight of \S+ is torch\.int8; it must be of floating point",
+        lambda folder, model: change_weights(
+            write_head(folder, "medusa", model), heads_0_weight=lambda weight: weight.to(torch.int8)
+        ),
+        r"the tensors of \S+ are of torch\.float32, torch\.int8; all must be of one of torch\.bfloat16,",
+    ),
+    (
+        "head of two dtypes",
+        "eagle",
+        lambda folder, model: change_weights(
+            write_head(folder, "eagle", model), midlayer_mlp_gate_proj_weight=lambda weight: weight.bfloat16()
+        ),
+        r"the tensors of \S+ are of torch\.bfloat16, torch\.float32; all must be of one",
+    ),
+    (
+        "head of a dtype that nothing computes with",
+        "medusa",
+        lambda folder, model: change_weights(
+            write_head(folder, "medusa", model),
+            **dict.fromkeys(
+                (f"heads_{i}_{what}" for i in range(NUM_MEDUSA_HEADS) for what in ("weight", "bias")), Tensor.double
+            ),
+        ),
+        r"the tensors of \S+ are of torch\.float64; all must be of one",
+    ),
+    (
+        "matrix that is none",
+        "eagle",
+        lambda folder, model: change_weights(
+            write_head(folder, "eagle", model), midlayer_mlp_gate_proj_weight=lambda weight: weight[0, 0]
+        ),
+        r"midlayer\.mlp\.gate_proj\.weight of \S+ has shape \[\]; this target needs",
+    ),
+    (
+        "token ids beyond what their differences can tell",
+        "eagle",
+        lambda folder, model: change_weights(
+            write_head(folder, "eagle", model), d2t=lambda _: torch.tensor([0, 2**62, 2**63 - 3, -(2**62) - 3, 1])
+        ),
+        r"d2t of \S+ does not name ascending token ids",
+    ),
+    (
+        "token ids that are no whole numbers",
+        "medusa",
+        lambda folder, model: change_weights(write_head(folder, "medusa", model), d2t=lambda ids: ids + 0.5),
+        r"d2t of \S+ does not name ascending token ids",
+    ),
+    (
+        "taps that are no numbers of layers",
+        "eagle",
+        lambda folder, model: change_card(write_head(folder, "eagle", model), taps=[0.0, True]),
+        r"taps in \S+ are \[0\.0, True\]",
     ),
     (
         "head of another kind",
         "eagle",
         lambda folder, model: void(write_head(folder, "medusa", model)),
         "is of kind 'medusa', not 'eagle'",
+    ),
+    (
+        "no folder",
+        "eagle",
+        lambda folder, model: folder.rmdir(),
+        r"--drafter eagle: there is no folder \S+drafts",
     ),
     ("no head", "eagle", None, rf"\S+ has no {re.escape(CARD)}, so it is not a draft head"),
     (

@@ -10,11 +10,11 @@ from model.sampling_params import InvalidSampling, SamplingParams
 LIMITS = [
     ("max_tokens", [1, 10**6], [0, -1]),
     ("min_tokens", [0, 8], [-1, 9]),  # max_tokens is 8
-    ("temperature", [0.0, 1e-9, 100.0], [-0.1, math.inf, math.nan]),
+    ("temperature", [0.0, 1e-9, 100.0], [-0.1, 100.1, math.inf, math.nan]),
     ("top_k", [0, 1, 10**6], [-1]),
     ("top_p", [1e-9, 1.0], [0.0, 1.1, -1.0, math.nan]),
     ("min_p", [0.0, 1.0], [-0.1, 1.1, math.nan]),
-    ("repetition_penalty", [0.1, 9.0], [0.0, -1.0, math.inf, math.nan]),
+    ("repetition_penalty", [0.01, 100.0], [0.0, 0.009, 100.1, -1.0, math.inf, math.nan]),
     ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
     ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
     ("seed", [0, 2**64 - 1], [-1, 2**64]),

@@ -111,7 +111,7 @@ def test_other_model_is_not_found_and_the_one_served_is_named() -> None:
 @pytest.mark.parametrize(
     "sampling, field, limit",
     [
-        ({"temperature": -1.0}, "temperature", "is -1.0; it must be a number, 0 .greedy. or more"),
+        ({"temperature": -1.0}, "temperature", "is -1.0; it must be 0 .greedy. to 100"),
         ({"temperature": math.nan}, "temperature", "is nan"),
         ({"temperature": math.inf}, "temperature", "is inf"),
         ({"top_k": -1}, "top_k", "0 .all. or more"),
@@ -119,7 +119,7 @@ def test_other_model_is_not_found_and_the_one_served_is_named() -> None:
         ({"top_p": 1.5}, "top_p", "above 0 and at most 1"),
         ({"top_p": math.nan}, "top_p", "is nan"),
         ({"min_p": 1.5}, "min_p", "0 to 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "is 0.0; it must be 0.01 to 100"),
         ({"presence_penalty": 2.5}, "presence_penalty", "-2 to 2"),
         ({"frequency_penalty": -2.5}, "frequency_penalty", "-2 to 2"),
         ({"max_tokens": 0}, "max_tokens", "is 0; it must be at least 1"),
