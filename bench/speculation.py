@@ -237,7 +237,7 @@ def _arguments() -> argparse.Namespace:
     arguments.models = arguments.models or (("dense",) if quick else tuple(MODELS))
     arguments.batches = arguments.batches or ((1,) if quick else (1, 4, 16, 32))
     arguments.lengths = arguments.lengths or ((1, 3, 5) if quick else tuple(range(1, LONGEST_DRAFT + 1)))
-    chosen = arguments.drafters or (("eagle", "eagle+ngram") if quick else DRAFTERS)
+    chosen = arguments.drafters or (("eagle+ngram",) if quick else DRAFTERS)
     arguments.drafters = [kind for kind in chosen if kind != "none"]
     _check(parser, arguments)
     return arguments

@@ -44,7 +44,7 @@ class Effort:
     """A cell takes about `seconds`, but at least `least_rounds` rounds beside the first, which warms up."""
 
     seconds: float
-    least_rounds: int = 4
+    least_rounds: int = 3
     most_rounds: int = 200
     # Per sequence, of a policy that does not know this size of batch: workers live long. Few sequences have as much of
     # it as LEAST_WARM_UP, or the policy would have seen too few steps.
@@ -115,7 +115,8 @@ class Contest:
             best_fixed=best_fixed(without_choice),
             predicted=predicted_speedups(steps[OFF], fixed, acceptance, coverage),
             adaptive=tokens_per_second(steps[ADAPTIVE]) / plain,
-            adaptive_error=ratio_error(rounds[ADAPTIVE], rounds[best]),
+            adaptive_error=ratio_error(rounds[ADAPTIVE], rounds[OFF]),
+            best_fixed_error=ratio_error(rounds[ADAPTIVE], rounds[best]),
             adaptive_length=sum(asked) / sum(step.num_sequences for step in steps[ADAPTIVE]),
             acceptance=acceptance,
             draft_cost=draft_cost(every, plain_step_s),

@@ -56,7 +56,8 @@ class Figures:
     best_fixed: float
     predicted: Mapping[int, float]
     adaptive: float
-    adaptive_error: float  # standard error of adaptive / best fixed
+    adaptive_error: float  # standard error, as all errors
+    best_fixed_error: float  # of adaptive / best fixed
     adaptive_length: float  # drafts it asked for, per sequence and step
     acceptance: Acceptance
     draft_cost: float

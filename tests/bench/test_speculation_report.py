@@ -33,6 +33,7 @@ def cell(
     batch: int = 1,
     model: str = "dense",
     predicted: Mapping[int, float] | None = None,
+    error: float = 0.02,
 ) -> Cell:
     figures = Figures(
         plain_tokens_per_s=50.0,
@@ -42,6 +43,7 @@ def cell(
         predicted=predicted or fixed,
         adaptive=adaptive,
         adaptive_error=0.02,
+        best_fixed_error=error,
         adaptive_length=2.5,
         acceptance=Acceptance((0.7, None), ((0.7, None),), 1.0),
         draft_cost=0.05,
@@ -96,6 +98,19 @@ def test_error_is_of_every_fixed_length_of_every_cell() -> None:
     assert wrong.figures.errors == {1: 0.25}
     # Errors 0, 0, 0, 0, 0.25: nine tenths of the way is 3.6 steps in, so 0.6 of the last one.
     assert summary([exact, wrong])["prediction_error_p90"] == pytest.approx(0.15)
+
+
+def test_a_target_is_missed_where_chance_does_not_explain_it() -> None:
+    def verdict(*cells: Cell) -> str:
+        console = Console(file=io.StringIO(), width=140)
+        console.print(target_table(cells))
+        assert isinstance(console.file, io.StringIO)
+        return next(line for line in console.file.getvalue().splitlines() if "best fixed K" in line)
+
+    well, noisy = cell("qa", {3: 1.5}, 1.5), cell("qa", {3: 1.0}, 0.9, error=0.04)
+    assert " met " in verdict(well)
+    assert "0.900 ±0.040" in verdict(well, noisy) and "within the error" in verdict(well, noisy)
+    assert "missed in 1 of 3" in verdict(well, noisy, cell("qa", {3: 1.0}, 0.92, error=0.02))
 
 
 def test_tables_can_be_printed() -> None:
