@@ -20,7 +20,7 @@ from transformers import (
 
 from model.runner import NonFiniteLogits, SampledToken
 from model.sampling import COLDEST, Row, largest, processed_scores, sample
-from model.sampling_params import SamplingParams
+from model.sampling_params import MAX_TEMPERATURE, REPETITION_PENALTIES, SamplingParams
 from tests.model.sampling_cases import FILTERS, GREEDY, SAMPLED, VOCAB, mixed_rows, random_logits, row
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -205,8 +205,8 @@ def test_any_temperature_is_safe() -> None:
     logits = random_logits(1, seed=6)
     for temperature in (5e-324, 1e-30, COLDEST):
         assert tokens(logits, [row(replace(SAMPLED, temperature=temperature))]) == logits.argmax(dim=-1).tolist()
-    huge = draws(logits[0], row(replace(SAMPLED, temperature=1e30)), 3000)
-    assert_drawn_from(huge, torch.full((VOCAB,), 1 / VOCAB))
+    hot = draws(logits[0], row(replace(SAMPLED, temperature=MAX_TEMPERATURE)), 3000)
+    assert_drawn_from(hot, (logits[0] / MAX_TEMPERATURE).softmax(dim=-1))
 
 
 def test_logprobs_are_of_the_untouched_logits() -> None:
@@ -281,11 +281,11 @@ def test_processed_scores_of_greedy_rows_keep_their_argmax() -> None:
     torch.testing.assert_close(processed_scores(logits, rows)[0], processed(logits[0], rows[0]))
 
 
-@pytest.mark.parametrize("penalty", [1e-38, 1e-44, 1e-300, 1e38])
+@pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_that_overflow_end_nobodys_step(penalty: float, temperature: float) -> None:
     """The likeliest of the tokens that are rewarded beyond measure comes; other rows are as without it."""
-    logits = torch.tensor([[0.0, 1.0, 3.0, -2.0, 2.0]] * 2)
+    logits = torch.tensor([[0.0, 1e37, 3e37, -2e37, 2e37]] * 2)
     plain = SamplingParams(max_tokens=9, temperature=temperature, top_p=0.9, seed=5)
     rows = [Row([0, 1, 3], 2, replace(plain, repetition_penalty=penalty)), Row([0, 1, 3], 2, plain)]
     found = sample(logits, rows)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from model import backend
+from model import kernel_backend
 from model.kernels.library import KernelsUnavailable, builds
 from model.kv_cache import CacheDoesNotFit, num_blocks_that_fit
 from model.kv_layout import KVLayout
@@ -154,7 +154,7 @@ def test_plain_torch_is_said_and_logged(
     def unavailable(build: object, *, may_round: bool) -> None:
         raise KernelsUnavailable("this CPU lacks avx2")
 
-    monkeypatch.setattr(backend, "library", unavailable)
+    monkeypatch.setattr(kernel_backend, "library", unavailable)
     with caplog.at_level(logging.WARNING):
         assert TorchRunner.load(mixtral, num_blocks=16).kernels == "torch"
     assert [record.message for record in caplog.records] == [
