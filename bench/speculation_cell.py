@@ -34,7 +34,7 @@ from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
 
 TURN_TOKENS = 8  # per sequence
-LEAST_WARM_UP = 3  # sequences
+LEAST_WARM_UP_SEQUENCES = 3
 LONGEST_DRAFT = 7
 OFF, ADAPTIVE = 0, -1  # the other ways are numbers of drafts
 
@@ -46,8 +46,8 @@ class Effort:
     seconds: float
     least_rounds: int = 3
     most_rounds: int = 200
-    # Per sequence, of a policy that does not know this size of batch: workers live long. Few sequences have as much of
-    # it as LEAST_WARM_UP, or the policy would have seen too few steps.
+    # Per sequence, of a policy that does not know this size of batch: workers live long. A small batch warms up for as
+    # many tokens as LEAST_WARM_UP_SEQUENCES would, or the policy would see too few steps.
     warm_up_tokens: int = 192
 
 
@@ -70,7 +70,7 @@ class Contest:
         prefilled = PrefilledPrompts(self.target, self.drafting, pool, prompts, self.sampling)
         if warm_up:
             run = DecodeRun(self.drafting, self.adaptive, prefilled, batch, self.outlooks)
-            run.advance(effort.warm_up_tokens * max(batch, LEAST_WARM_UP))
+            run.advance(effort.warm_up_tokens * max(batch, LEAST_WARM_UP_SEQUENCES))
             run.close()
         runs = self._runs(prefilled, batch)
         rounds: dict[int, list[list[DecodeStep]]] = {way: [] for way in runs}
@@ -105,18 +105,18 @@ class Contest:
         coverage = coverage_of(every, routing)
         plain = tokens_per_second(steps[OFF])
         plain_step_s = seconds_of(steps[OFF]) / len(steps[OFF])
-        without_choice = {way: rounds[way] for way in (OFF, *self.lengths)}
-        best = max(without_choice, key=lambda way: tokens_per_second(steps[way]))
+        fixed_ways = {way: rounds[way] for way in (OFF, *self.lengths)}
+        best = max(fixed_ways, key=lambda way: tokens_per_second(steps[way]))
         asked = [draft.num_asked for step in steps[ADAPTIVE] for draft in step.drafts]
         return Figures(
             plain_tokens_per_s=plain,
             plain_step_s=plain_step_s,
             fixed={count: tokens_per_second(steps[count]) / plain for count in self.lengths},
-            best_fixed=best_fixed(without_choice),
+            best_fixed=best_fixed(fixed_ways),
             predicted=predicted_speedups(steps[OFF], fixed, acceptance, coverage),
             adaptive=tokens_per_second(steps[ADAPTIVE]) / plain,
             adaptive_error=ratio_error(rounds[ADAPTIVE], rounds[OFF]),
-            best_fixed_error=ratio_error(rounds[ADAPTIVE], rounds[best]),
+            adaptive_vs_best_fixed_error=ratio_error(rounds[ADAPTIVE], rounds[best]),
             adaptive_length=sum(asked) / sum(step.num_sequences for step in steps[ADAPTIVE]),
             acceptance=acceptance,
             draft_cost=draft_cost(every, plain_step_s),

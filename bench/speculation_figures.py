@@ -57,7 +57,7 @@ class Figures:
     predicted: Mapping[int, float]
     adaptive: float
     adaptive_error: float  # standard error, as all errors
-    best_fixed_error: float  # of adaptive / best fixed
+    adaptive_vs_best_fixed_error: float  # about, by the way that was best over all rounds
     adaptive_length: float  # drafts it asked for, per sequence and step
     acceptance: Acceptance
     draft_cost: float

@@ -13,7 +13,7 @@ from decode.coverage import Routing, distinct_experts
 
 DENSE_B1_TARGETS = {"humaneval": 1.8, "mt_bench": 1.5}
 EAGLE_DRAFTERS = ("eagle+ngram", "eagle")  # the first one measured is judged: it is what a worker takes by itself
-SURE = 2.0  # standard errors
+SURE_ERRORS = 2.0
 BEST_FIXED_TARGET, OFF_TARGET, ERROR_TARGET = 0.97, 0.98, 0.10
 
 
@@ -75,7 +75,7 @@ def speed_table(cells: Sequence[Cell], lengths: Sequence[int]) -> Table:
             *(
                 f"{figures.adaptive:.2f}",
                 f"{figures.adaptive_length:.1f}",
-                f"{figures.adaptive_vs_best_fixed:.3f} ±{figures.best_fixed_error:.3f}",
+                f"{figures.adaptive_vs_best_fixed:.3f} ±{figures.adaptive_vs_best_fixed_error:.3f}",
             ),
         )
     return table
@@ -142,7 +142,7 @@ def target_table(cells: Sequence[Cell]) -> Table:
         value = dense_b1[name]
         shown = "-" if value is None else f"{value:.3f}"
         table.add_row(f"{_judged(cells, name)}, dense, batch 1, {name}", shown, f">= {target}", _verdict(value, target))
-    best = [(cell.figures.adaptive_vs_best_fixed, cell.figures.best_fixed_error) for cell in cells]
+    best = [(cell.figures.adaptive_vs_best_fixed, cell.figures.adaptive_vs_best_fixed_error) for cell in cells]
     off = [(cell.figures.adaptive, cell.figures.adaptive_error) for cell in cells]
     table.add_row("adaptive / best fixed K, least", *_least_row(best, BEST_FIXED_TARGET))
     table.add_row("adaptive / no drafting, least", *_least_row(off, OFF_TARGET))
@@ -155,12 +155,14 @@ def target_table(cells: Sequence[Cell]) -> Table:
 
 
 def _least_row(ratios: Sequence[tuple[float, float]], target: float) -> tuple[str, str, str]:
-    """Of ratios with their errors, one a cell: the least, and whether any is below the target by more than chance."""
+    """Of ratios with their errors, one a cell: the least, and how many miss the target by more than SURE_ERRORS."""
     if not ratios:
         return "-", f">= {target}", "not measured"
     value, error = min(ratios)
-    below = sum(ratio + SURE * its_error < target for ratio, its_error in ratios)
-    verdict = "met" if value >= target else f"missed in {below} of {len(ratios)}" if below else "within the error"
+    below = sum(ratio + SURE_ERRORS * its_error < target for ratio, its_error in ratios)
+    verdict = f"missed in {below} of {len(ratios)}" if below else "within the error"
+    if value >= target:
+        verdict = "met"
     return f"{value:.3f} ±{error:.3f}", f">= {target}", verdict
 
 

@@ -132,14 +132,17 @@ class AcceptanceBook:
         most = np.minimum(1.0 + _HOPE * doubt, _HIGHEST / rates[:, 0])
         return Chances(survival, survival * most[:, None])
 
-    def observe(self, outcomes: Sequence[DraftOutcome], num_steps: int = 1) -> None:
-        """Of one step, or of some that count alike. One of a sequence that was forgotten counts for the pool only."""
-        outcomes = [outcome for outcome in outcomes if outcome.num_asked > 0]
-        if not outcomes:
+    def observe(self, *steps: Sequence[DraftOutcome]) -> None:
+        """The outcomes of these steps, whose order does not count. Those of sequences that were forgotten count for the
+        pool only."""
+        drafts = [(step, outcome) for step, found in enumerate(steps) for outcome in found if outcome.num_asked > 0]
+        if not drafts:
             return
+        outcomes = [outcome for _, outcome in drafts]
         new = self._looked_and_stood(outcomes)
         grades = np.array([outcome.grade for outcome in outcomes], dtype=np.intp)
         for grade in set(grades.tolist()):
+            num_steps = len({step for step, outcome in drafts if outcome.grade == grade})
             of_grade = new[:, grades == grade].sum(axis=1)
             memory = np.where(of_grade[0] > 0.0, _POOL_MEMORY, _UNSEEN_MEMORY) ** num_steps
             self._pool[:, grade] = self._pool[:, grade] * memory + of_grade

@@ -24,7 +24,7 @@ from model.linear import Linear
 from model.torch_runner import TorchRunner
 
 WEIGHTS, CARD = "head.safetensors", "card.json"
-DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+HEAD_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 SHIPPED = Path(__file__).parent / "heads"
 
 
@@ -115,7 +115,7 @@ class DraftHead:
         shapes = _eagle_shapes(card, weights, config) if kind == "eagle" else _medusa_shapes(weights, config)
         if "lm_head.weight" in weights:
             shapes["lm_head.weight"] = (num_drafted, config.hidden_size)
-        _check_shapes(path, weights, shapes)
+        _check_tensors(path, weights, shapes)
         return cls(f"{kind}:{_digest(weights, card.taps, vocabulary)}", card, weights, vocabulary)
 
     def output(self, target: TorchRunner, backend: Backend) -> Linear:
@@ -188,7 +188,7 @@ def _medusa_shapes(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     return shapes
 
 
-def _check_shapes(path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     missing = sorted(set(shapes) - set(weights))
     if missing:
         raise HeadUnusable(f"{path} lacks {', '.join(missing)}")
@@ -196,10 +196,11 @@ def _check_shapes(path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str
         found = tuple(weights[name].shape)
         if found != shape:
             raise HeadUnusable(f"{name} of {path} has shape {list(found)}; this target needs {list(shape)}")
+    # The kernels read all matrices of a product as one dtype.
     dtypes = {weights[name].dtype for name in shapes}
-    if len(dtypes) > 1 or not dtypes <= DTYPES:
-        found_dtypes, known = (", ".join(sorted(map(str, some))) for some in (dtypes, DTYPES))
-        raise HeadUnusable(f"the tensors of {path} are of {found_dtypes}; all must be of one of {known}")
+    if len(dtypes) > 1 or not dtypes <= HEAD_DTYPES:
+        found_dtypes, known = (", ".join(sorted(map(str, some))) for some in (dtypes, HEAD_DTYPES))
+        raise HeadUnusable(f"the tensors of {path} are of {found_dtypes}; all must be of the same, one of {known}")
 
 
 def _digest(weights: Mapping[str, Tensor], taps: Sequence[int], vocabulary: Tensor | None) -> str:

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from decode.step_time import StepForecast
 
 Floats = NDArray[np.float64]
-_LEAST_SURVIVAL = 0.005  # a draft that hardly ever stands brings nothing, and many of them make large tables
-_FLOOR_S = 1e-9
+_LEAST_SURVIVAL = 0.01  # a draft that hardly ever stands brings nothing, and many of them make large tables
 
 Choice = tuple[int, int]
 """Cap and length of the prefix: an index into the tables."""
@@ -57,7 +56,8 @@ def weigh(
     survival: Floats, limits: Sequence[int], are_free: Sequence[bool], num_spare_tokens: int, forecast: StepForecast
 ) -> DraftOptions:
     """`survival[i, j]`: that draft j of sequence i stands, with those it is behind, [B, K], falling along K. `limits`:
-    drafts each sequence may have, `are_free`: whose take the drafter no time, [B] each.
+    drafts each sequence may have, `are_free`: whose take the drafter no time, [B] each. Drafts that hardly ever stand
+    are left out.
 
     `forecast` must reach as far as they do, together and at most.
     """
@@ -80,7 +80,7 @@ def weigh(
     num_made = np.zeros_like(num_drafts)
     num_made[:, 1:] = np.cumsum(taken[:, 1:] & ~is_free, axis=1)
     seconds += forecast.draft_s[caps, None] + forecast.draft_token_s[caps, None] * num_made
-    rates = num_tokens / np.maximum(seconds, _FLOOR_S)
+    rates = num_tokens / seconds
     if num_spare_tokens < len(order):
         rates[num_drafts > num_spare_tokens] = 0.0
     return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, least_caps, num_sequences)

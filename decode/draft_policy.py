@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from decode.acceptance import AcceptanceBook, DraftOutcome
 from decode.coverage import ExpertCoverage
 from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome
@@ -18,6 +20,7 @@ from decode.draft_options import Choice, DraftOptions, weigh
 from decode.exploration import ExplorationBudget, ProbeTimetable
 from decode.step_time import StepForecast, StepTime
 
+_ROWS_AHEAD = 8
 _MOST_LOSS = 10.0  # of one trial, in steps: what a stalled machine lost was not lost by trying
 
 
@@ -32,8 +35,8 @@ class PolicySettings:
     plain_every: int = 256  # steps
     most_probes: int = 2  # per step
     first_steps: int = 64  # each of which is learnt from at once
-    steps_together: int = 8  # the same later: so many at a time; a decision stands for as many steps of its kind,
-    longest_standing: int = 32  # but among no more others than make so many together
+    steps_together: int = 8  # later: learnt from so many at a time; a decision serves as many steps of its kind
+    longest_standing: int = 32  # observed steps after which it is made anew in any case
 
 
 class DraftPolicy:
@@ -126,12 +129,12 @@ class DraftPolicy:
     def _learn(self) -> None:
         """From the steps that were observed since this was done last."""
         unlearnt, self._unlearnt = self._unlearnt, []  # nothing is learnt twice, whatever happens
-        if self._step < self._settings.first_steps:
+        if self._step < self._settings.first_steps:  # each of them may change much
             self._standing.clear()
+        self._standing = {kind: each for kind, each in self._standing.items() if each.ends_at > self._num_observed}
         for decision, outcome in unlearnt:
             self._learn_from(decision, outcome)
-        drafts = [draft for _, outcome in unlearnt for draft in outcome.drafts]
-        self.acceptance.observe(drafts, num_steps=len(unlearnt))
+        self.acceptance.observe(*(outcome.drafts for _, outcome in unlearnt))
 
     def _learn_from(self, decision: DraftDecision, outcome: StepOutcome) -> None:
         self._step += 1
@@ -245,7 +248,7 @@ def _situation(demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """A decision, for how many steps more it is good, and before which choice it has to be used."""
+    """A decision, how many steps more it is good for, and `ends_at`: observed steps in all at which it ends."""
 
     decision: DraftDecision
     num_steps_left: int
@@ -253,9 +256,13 @@ class _Standing:
 
 
 def _draft_costs(options: DraftOptions, best: Choice, forecast: StepForecast) -> dict[bool, float]:
-    """Of one draft more, free or not, in tokens that the best choice emits meanwhile: the chance it has to have."""
+    """Of one draft more, free or not, in tokens that the best choice emits meanwhile: the chance it has to have.
+
+    Times of steps that differ by a row may be told wrong: the steepest way to one of the next sizes is what it costs.
+    """
     cap, num_drafts = best[0], int(options.num_drafts[best])
-    verify_s = forecast.verify_s[min(num_drafts + 1, len(forecast.verify_s) - 1)] - forecast.verify_s[num_drafts]
+    more = np.arange(1, min(_ROWS_AHEAD, len(forecast.verify_s) - 1 - num_drafts) + 1)
+    verify_s = ((forecast.verify_s[num_drafts + more] - forecast.verify_s[num_drafts]) / more).max(initial=0.0)
     longer = max(cap, 1)
     draft_s = forecast.draft_s[longer] + forecast.draft_token_s[longer] - forecast.draft_s[cap]
     rate = options.rates[best]

@@ -36,7 +36,7 @@ class DraftSampling:
     def choose(self, logits: Tensor, rows: Sequence[Row]) -> tuple[list[int | None], dict[int, Tensor]]:
         """A token for each row from `logits` [S, D], and by row the laws [D] of those that were drawn at random.
 
-        None where the logits are not finite: neither the filters nor verification can do anything with them.
+        None where the logits are not finite, or the scores made of them: verification can do nothing with them.
         """
         highest, chosen = largest(logits)
         chosen = chosen if self.vocabulary is None else self.vocabulary[chosen]

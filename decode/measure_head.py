@@ -106,7 +106,14 @@ def _measure(given: argparse.Namespace, console: Console) -> None:
         found[file.stem] = planner.acceptance
         shares = " ".join(f"{share:.0%}" for share in planner.acceptance)
         console.print(f"{given.model:12} {file.stem:12} {len(asked):3} prompts  accepted after those before: {shares}")
-    _update(given.head, lambda raw: raw["about"].setdefault("acceptance", {}).__setitem__(given.model, found))
+    _update(given.head, lambda raw: _about(raw).setdefault("acceptance", {}).__setitem__(given.model, found))
+
+
+def _about(card: dict[str, Any]) -> dict[str, Any]:
+    """Made where the card says nothing."""
+    card["about"] = card.get("about") or {}
+    about: dict[str, Any] = card["about"]
+    return about
 
 
 def _drafting(head: DraftHead, folder: Path, num_drafts: int) -> tuple[SpeculativeRunner, int]:

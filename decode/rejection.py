@@ -70,7 +70,7 @@ def block_chances(weights: Sequence[float], surpluses: Sequence[float]) -> list[
     chances = []
     for weight, surplus in zip(weights[1:-1], surpluses, strict=True):
         room = surplus + 1 - weight
-        chances.append(1 if room <= 0 else surplus / room)  # room 0: the next draft stands for certain; NaN: none
+        chances.append(1 if room <= 0 else surplus / room)  # 0: the next draft stands for certain. NaN: none does
     return [*chances, weights[-1]]
 
 

@@ -93,7 +93,8 @@ class StepTime:
         return math.exp(self._log_drift)
 
     def observe(self, shape: StepShape, verify_s: float, draft_s: float) -> None:
-        """`verify_s`: of the step but for the drafter. Times that are no times are left out."""
+        """`verify_s`: of the step but for the drafter. Times that are no times are left out, and
+        the first few of a kind of step that something else seems to have held up."""
         if not (0.0 < verify_s < math.inf and 0.0 <= draft_s < math.inf and shape.num_sequences > 0):
             return
         group = _bin(min(shape.num_sequences, _MOST_SEQUENCES), _EXACT_SEQUENCES, _SEQUENCES_PER_OCTAVE)
@@ -103,7 +104,7 @@ class StepTime:
         longest = min(shape.longest_draft, self._longest_draft)
         asked = np.array([1.0, longest > 0, longest, shape.num_asked_tokens], dtype=np.float64)
         ordinary_s = float(self._verify.fit(features))  # a draft is not thought to take longer than its verification
-        if self._verify.leaves_out(group, cell, features, verify_s / self.drift) or self._draft.leaves_out(
+        if self._verify.leave_out(group, cell, features, verify_s / self.drift) or self._draft.leave_out(
             group, longest, asked, draft_s / self.drift, ordinary_s
         ):
             return
@@ -125,7 +126,7 @@ class StepTime:
         cells = self._cell_of_rows[np.minimum(num_rows, _MOST_ROWS).astype(np.intp) - 1]
         num_seen = self._verify.counts(group)[cells]
         return StepForecast(
-            isotonic(verify_s, num_seen + _UNSEEN_WEIGHT) * self.drift,
+            np.maximum(isotonic(verify_s, num_seen + _UNSEEN_WEIGHT) * self.drift, _FLOOR_S),
             *self._draft_s(group, longest_draft),
             num_seen,
             self._verify.noise,

@@ -18,10 +18,11 @@ _FIRST_SHARE = 0.5  # that a cell's first step counts, which often is slower tha
 _SETTLED = 12.0  # steps after which a cell's mean says what to expect
 _CLIP = 4.0  # in noise: a step that was disturbed counts as if it had been this much slower
 _FEW, _UNSETTLED_CLIP = 4.0, 2.0  # the same from a cell's fifth step on, in means: the first may be odd themselves
-_ODD, _MOST_ODD = 3.0, 3  # a cell's first steps that took so many times what the fit says are left out, so many
+_STALL, _MOST_STALLS = 3.0, 3  # a cell's first steps that took so many times what the fit says are left out, so many
 _DROP = 0.33  # a new cell's mean is forgotten if a step took so much less, and as many noises: its first one was odd
 _DROP_NOISES = 5.0
 _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.02
+_ROUGHNESS, _MOST_DOUBT = 0.05, 2.0  # how cells differ from the fit, about: with noise it takes steps to know that
 _SWEEPS = 12
 _FIRST_STEPS, _REFIT_STEPS = 32, 8  # fitted after each of the first, then after each eighth
 _RIDGE = 1e-4
@@ -36,7 +37,7 @@ class TimeSurface:
         self._means = np.zeros((num_groups, num_cells))
         self._features = np.zeros((num_groups, num_cells, num_features))
         self._seen_at = np.zeros((num_groups, num_cells))
-        self._num_odd = np.zeros((num_groups, num_cells), dtype=np.intp)
+        self._num_stalls = np.zeros((num_groups, num_cells), dtype=np.intp)
         self.coefficients = np.zeros(num_features)  # none is negative
         self._num_steps = 0
         self.noise = _FIRST_NOISE  # mean relative error of a settled cell
@@ -45,17 +46,17 @@ class TimeSurface:
     def is_empty(self) -> bool:
         return self._num_steps == 0
 
-    def leaves_out(self, group: int, cell: int, features: Floats, seconds: float, ordinary_s: float = 0.0) -> bool:
-        """Whether something else held this step up, probably: the first of its kind, and much slower than the fit says
-        or, if that says less, than `ordinary_s`. What is believed to be so slow nobody would try again.
+    def leave_out(self, group: int, cell: int, features: Floats, seconds: float, ordinary_s: float = 0.0) -> bool:
+        """Decides, and counts, whether something else held this step up: it is the first of its kind, and much slower
+        than the fit says or, if that says less, than `ordinary_s`. What is believed to be so slow nobody tries again.
 
         A few times only, so that what is slow indeed is believed in the end.
         """
         expected = max(float(self.fit(features)), ordinary_s)
-        is_odd = expected > 0.0 and seconds > _ODD * max(expected, self._floor_s)
-        if self._counts[group, cell] or not is_odd or self._num_odd[group, cell] >= _MOST_ODD:
+        is_stall = expected > 0.0 and seconds > _STALL * max(expected, self._floor_s)
+        if self._counts[group, cell] or not is_stall or self._num_stalls[group, cell] >= _MOST_STALLS:
             return False
-        self._num_odd[group, cell] += 1
+        self._num_stalls[group, cell] += 1
         return True
 
     def observe(self, group: int, cell: int, features: Floats, seconds: float) -> float | None:
@@ -95,7 +96,8 @@ class TimeSurface:
         fitted = self.fit(self._features[group, known])
         factors = (self._means[group, known] + self._floor_s) / (fitted + self._floor_s)
         counts = self._counts[group, known]
-        return known, np.asarray(factors ** (counts / (counts + 1.0)))
+        doubt = min((self.noise / _ROUGHNESS) ** 2, _MOST_DOUBT)
+        return known, np.asarray(factors ** (counts / (counts + doubt)))
 
     def _refit(self) -> None:
         """Least squares of relative errors over the known cells, without negative coefficients, by coordinates."""

@@ -67,12 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ModelUnavailable, NoPrompts, HeadUnusable, CheckpointMismatch) as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
-        sys.exit("Interrupted: the same command goes on from here.")
+        sys.exit("Interrupted: the same command goes on from what was saved last.")
 
 
 def _run(job: Job, folder: Path, console: Console) -> None:
     config = ModelConfig.from_folder(folder)
-    claim(job.answers.work, job.model, model_digest(folder))
+    claim_work(job.answers.work, job.model, model_digest(folder))
     taps = (2, config.num_layers // 2, config.num_layers - 3)
     module = _module(job, config, len(taps))
     before = begin_with(job.begin_with, job.kind, taps, config, module) if job.begin_with else None
@@ -105,16 +105,18 @@ def _run(job: Job, folder: Path, console: Console) -> None:
     console.print(f"{job.output}: held-out acceptance by position {percent(final.acceptance)}")
 
 
-def claim(work: Path, name: str, digest: str) -> None:
+def claim_work(work: Path, name: str, digest: str) -> None:
     """Answers and hidden states are one target's: a folder that has another's is refused.
 
     Raises:
-        CheckpointMismatch
+        CheckpointMismatch: it has.
     """
     work.mkdir(parents=True, exist_ok=True)
     path = work / "target.json"
     if not path.exists():
-        path.write_text(json.dumps({"name": name, "digest": digest}), encoding="utf-8")
+        partial_path = path.with_suffix(".part")
+        partial_path.write_text(json.dumps({"name": name, "digest": digest}), encoding="utf-8")
+        partial_path.replace(path)
     found = json.loads(path.read_text(encoding="utf-8"))
     if found["digest"] != digest:
         raise CheckpointMismatch(

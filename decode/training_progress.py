@@ -12,10 +12,10 @@ from decode.head_training import Progress
 
 
 class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Leaves out defaults that are none."""
+    """Without "(default: None)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Ticker:

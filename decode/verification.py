@@ -78,10 +78,12 @@ class _Case:
 
 
 def verify(logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[Draft], method: Method) -> list[Verdict | None]:
-    """A verdict for each sequence, None where its last token's logits are not finite; none depends on another's.
+    """A verdict for each sequence, None where the logits behind its last token are not finite. No sequence's verdict
+    depends on another's.
 
     `logits` [R, V] hold `drafts[i].num_rows` rows of each sequence in turn. A batch that is all plain greedy costs one
-    maximum; dense probabilities are made only for sequences that are judged by chances.
+    maximum; dense probabilities are made only for sequences that are judged by chances, as none is whose drafts' own
+    logits are not all finite: these drafts are compared.
     """
     cases = _cases(chunks, drafts)
     highest, likeliest = largest(logits)
@@ -155,8 +157,8 @@ def _cases(chunks: Sequence[Chunk], drafts: Sequence[Draft]) -> list[_Case]:
 def _plain_tokens(
     logits: Tensor, likeliest: Tensor, cases: Iterable[_Case], is_finite: Sequence[bool]
 ) -> list[int | None]:
-    """What plain sampling draws at every row of these cases that is finite, None at the others. Overwrites `likeliest`
-    [R]."""
+    """[R]: what plain sampling draws where a row of these cases is finite, None where it is not; of other rows the
+    likeliest. Overwrites `likeliest` [R]."""
     special = [case for case in cases if not case.root.is_plain_greedy]
     pairs = [pair for case in special for pair in zip(case.span, case.rows, strict=True) if is_finite[pair[0]]]
     if pairs:

@@ -274,4 +274,5 @@ def _free_port(host: str, port: int) -> int:
             free: int = server.getsockname()[1]
             return free
     except OSError as error:
-        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port, or 0 for any") from error
+        why, _, _ = (error.strerror or str(error)).partition(" (while")  # what follows is the address again
+        raise OSError(f"cannot listen at {host}:{port}: {why}; choose another port, or 0 for any") from error

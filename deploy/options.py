@@ -81,8 +81,10 @@ def _host_and_port(context: click.Context, parameter: click.Parameter, value: st
 
 def _speculation(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """`off` or a number of tokens, as max_draft_tokens: 0 is off."""
-    if value is None or value == "off":
-        return None if value is None else 0
+    if value is None:
+        return None
+    if value == "off":
+        return 0
     if not value.isdecimal() or int(value) > MAX_DRAFT_TOKENS:
         raise click.BadParameter(f"{value!r} is neither off nor a number of tokens from 0 to {MAX_DRAFT_TOKENS}")
     return int(value)
@@ -186,21 +188,19 @@ threads_option = click.option(
 )
 
 
-def sampling_options(**defaults: str) -> Callable[[F], F]:
-    """`defaults`: by option, what holds where it is not given, in words."""
-
-    def told(name: str, otherwise: str) -> str:
-        return f"  [default: {defaults.get(name, otherwise)}]"
-
+def sampling_options(
+    *, temperature: str = "1", repetition_penalty: str = "1", max_tokens: str = "what the context leaves"
+) -> Callable[[F], F]:
+    """What holds where an option is not given, in words."""
     return group_of(
-        click.option("--temperature", type=float, help="0 takes the likeliest token." + told("temperature", "1")),
+        click.option("--temperature", type=float, help=f"0 takes the likeliest token.  [default: {temperature}]"),
         click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
         click.option("--top-p", type=float, help="Keep the likeliest tokens that sum to p."),
         click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
         click.option(
             "--repetition-penalty",
             type=float,
-            help="Above 1: avoid what prompt and answer contain." + told("repetition_penalty", "1"),
+            help=f"Above 1: avoid what prompt and answer contain.  [default: {repetition_penalty}]",
         ),
         click.option("--presence-penalty", type=float, help="Above 0: avoid what the answer contains."),
         click.option("--frequency-penalty", type=float, help="Above 0: the more, the more often it does."),
@@ -208,7 +208,7 @@ def sampling_options(**defaults: str) -> Callable[[F], F]:
         click.option(
             "--max-tokens",
             type=int,
-            help="Length of the answer, at most." + told("max_tokens", "what the context leaves"),
+            help=f"Length of the answer, at most.  [default: {max_tokens}]",
         ),
         click.option("--min-tokens", type=int, help="Length of the answer, at least."),
         click.option(
@@ -220,7 +220,7 @@ def sampling_options(**defaults: str) -> Callable[[F], F]:
             metavar="off|N",
             callback=_speculation,
             help="Tokens guessed ahead in one step, at most, and no more than the worker allows.  "
-            "[default: what is fastest; 0<=N<=64]",
+            f"[default: what is fastest]  [0<=N<={MAX_DRAFT_TOKENS}]",
         ),
         click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's own end tokens."),
     )

@@ -23,6 +23,7 @@ from model.kernels.parts import (
     KernelLinear,
     KernelMoE,
     KernelNorm,
+    eight_bit_bytes,
     eight_bit_rows,
     library,
 )
@@ -121,29 +122,30 @@ class MixedBackend(KernelBackend):
 class EightBitBackend(KernelBackend):
     """Reads copies of the weights in eight bits for the fewest tokens: half the bytes, but more work for each token.
 
-    For more tokens it is `sixteen`, and so are mixtures.
+    For more tokens it does as `sixteen_bit`, whose kernels it uses, and so it does for mixtures.
     """
 
-    def __init__(self, sixteen: KernelBackend) -> None:
-        self._dtype, self._library, self.name = sixteen._dtype, sixteen._library, sixteen.name
-        self._sixteen = sixteen
+    def __init__(self, sixteen_bit: KernelBackend) -> None:
+        self._dtype, self._library, self.name = sixteen_bit._dtype, sixteen_bit._library, sixteen_bit.name
+        self._sixteen_bit = sixteen_bit
         self._arena = huge_pages.Arena(_EIGHT_BIT_PIECE_BYTES)
 
     def placed_bytes(self, weight: Tensor) -> int:
-        return self._sixteen.placed_bytes(weight) + weight.numel()
+        num_rows, num_inputs = weight.shape if weight.ndim == 2 else (0, 0)  # others are not copied
+        return self._sixteen_bit.placed_bytes(weight) + eight_bit_bytes(num_rows, num_inputs)
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         fewest = KernelLinear(self._library, [self._in_eight_bits(weight) for weight in weights], biases)
-        return LinearByCount(fewest, self._sixteen.linear(weights, biases), SIXTEEN_BIT_TOKENS)
+        return LinearByCount(fewest, self._sixteen_bit.linear(weights, biases), SIXTEEN_BIT_TOKENS)
 
     def feed_forward(self, expert: Expert) -> FeedForward:
         fewest = Expert(*(self._in_eight_bits(weight) for weight in (expert.gate, expert.up, expert.down)))
         return FeedForwardByCount(
-            KernelFeedForward(self._library, fewest), self._sixteen.feed_forward(expert), SIXTEEN_BIT_TOKENS
+            KernelFeedForward(self._library, fewest), self._sixteen_bit.feed_forward(expert), SIXTEEN_BIT_TOKENS
         )
 
     def mixture(self, experts: Sequence[Expert], router: Tensor, num_experts_per_token: int) -> FeedForward:
-        return self._sixteen.mixture(experts, router, num_experts_per_token)
+        return self._sixteen_bit.mixture(experts, router, num_experts_per_token)
 
     def for_drafts(self) -> KernelBackend:
         return self

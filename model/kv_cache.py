@@ -65,13 +65,14 @@ def check_memory(layout: KVLayout, num_blocks: int, max_sequence_tokens: int, av
         raise CacheDoesNotFit(
             f"a KV cache of {num_blocks} blocks ({_gib(num_blocks * layout.block_bytes)}) cannot hold one sequence of "
             f"{max_sequence_tokens} tokens, which takes {needed} blocks ({_gib(needed * layout.block_bytes)}): raise "
-            f"--kv-cache-gb to at least {needed * layout.block_bytes / GIB:.3g}, or cap sequences with --max-context"
+            f"--kv-cache-gb to at least {needed * layout.block_bytes / GIB:.3g} or --num-blocks to {needed}, or cap "
+            "sequences with --max-context"
         )
     num_bytes = num_blocks * layout.block_bytes
     if num_bytes > available_bytes:
         raise CacheDoesNotFit(
             f"a KV cache of {num_blocks} blocks takes {num_bytes} bytes ({_gib(num_bytes)}), but {available_bytes} "
-            f"({_gib(available_bytes)}) are available beside the weights: lower --kv-cache-gb"
+            f"({_gib(available_bytes)}) are available beside the weights: lower --kv-cache-gb or --num-blocks"
         )
 
 

@@ -9,7 +9,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
 # Beyond these a text is noise, and much further on scores leave the range of float32.
 MAX_TEMPERATURE = 100.0
-REPETITION_PENALTIES = 0.01, 100.0
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 
 
 class InvalidSampling(ValueError):
@@ -46,7 +46,7 @@ class SamplingParams:
         _check(self, "top_k", self.top_k >= 0, "0 (all) or more")
         _check(self, "top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         _check(self, "min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
-        least, most = REPETITION_PENALTIES
+        least, most = LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY
         _check(self, "repetition_penalty", least <= self.repetition_penalty <= most, f"{least:g} to {most:g}")
         _check(self, "presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2")
         _check(self, "frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2")

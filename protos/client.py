@@ -117,7 +117,11 @@ def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams
 
 
 async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:
-    """Checks that no token is missing or repeated, and that the answer has an end."""
+    """Checks that no token is missing or repeated, and that the answer has an end.
+
+    Raises:
+        Internal: it is not so. Unavailable: nobody is there, or is no longer; says after how many tokens.
+    """
     call, num_tokens, is_complete = start(), 0, False
     try:
         with service_errors(nobody_there):
@@ -132,9 +136,10 @@ async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:
                 num_tokens += len(message.token_ids)
                 yield Chunk.from_message(message)
     except Unavailable as error:
-        if not num_tokens or type(error) is not Unavailable:
+        if not num_tokens or type(error) is not Unavailable:  # a subclass is the router's own word, no lost connection
             raise
-        raise Unavailable(f"the answer broke off after {num_tokens} tokens: {error}") from error
+        told = f"the answer broke off after {num_tokens} token{'s' * (num_tokens != 1)}: {error}"
+        raise Unavailable(told, retry_after_s=error.retry_after_s) from error
     else:
         if not is_complete:
             raise Internal("the answer ended without its summary")

@@ -149,6 +149,7 @@ async def drain_on_signal(drain: Callable[[], Awaitable[None]]) -> None:
 def serve_metrics(host: str, port: int) -> MetricsServer:
     """Port 0 takes any that is free. Raises OSError, naming the address, if it cannot be listened at."""
     _check_bindable(host, port)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, which nobody asks for
     server, thread = prometheus_client.start_http_server(port, host)
     return MetricsServer(server, thread, _join(host, server.server_port))
 

@@ -271,10 +271,14 @@ class WorkerTable:
         others = [other.profile for other in self._present() if other.profile.id.name != profile.id.name]
         if not others:
             return
-        here, there = "at the others of this router", f"at {profile.id.name}"
+        here, there = "at those registered", f"at {profile.id.name}"
         difference = others[0].layout.difference(profile.layout, here=here, there=there)
         if difference is not None:
-            drafter = "; they must have the same --drafter ('' is ngram or none)" if "drafter is" in difference else ""
+            drafter = (
+                "; they must have the same --drafter ('' is ngram or none)"
+                if difference.startswith("drafter is ")
+                else ""
+            )
             raise FailedPrecondition(
                 f"a worker of model {profile.model_name!r} does not fit those of model {others[0].model_name!r}: "
                 f"{difference}{drafter}",

@@ -33,7 +33,7 @@ static long insert(const float *x, long i, long *best, long num, long count) {
 
 /* Of each row of scores[R, D] the `count` highest, the highest first and of equals the one before: their columns, and
  * their logprobs under the row's softmax. Where a row has fewer above -infinity: -1 and -infinity. A row with NaN or
- * infinity has NaN for its logprobs. */
+ * infinity has NaN for its logprobs. With a count of 0 nothing is written. */
 void likeliest(const float *scores, long R, long D, long count, long *columns, float *logprobs) {
     if (count < 1) return;
     for (long r = 0; r < R; r++, scores += D, columns += count, logprobs += count) {

@@ -24,6 +24,7 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 48
 TOKENS_AT_ONCE = 512  # through the feed-forward net: bounds its scratch memory
 ROWS_AT_ONCE = 1024  # to eight bits: bounds what that takes for a moment
+SCALE_BYTES = 4  # of a row in eight bits, a float
 GROUP, STEP = 16, 32  # what packed tokens and their inputs are rounded up to
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
@@ -53,12 +54,17 @@ def library(build: Build | None = None, *, may_round: bool = False) -> tuple[Bui
     return build, kernels
 
 
+def eight_bit_bytes(num_rows: int, num_inputs: int) -> int:
+    """Memory that `eight_bit_rows` takes."""
+    return num_rows * (_rounded(num_inputs, 4) + SCALE_BYTES)
+
+
 def eight_bit_rows(weight: Tensor) -> Tensor:
     """A matrix [N, K] as the kernels read it in eight bits, int8 [N, K rounded up to 4, and 4 more]: each row's largest
     value becomes 127, and what that stands for is a float behind the row."""
     num_rows, num_inputs = weight.shape
     room = _rounded(num_inputs, 4)
-    rows = torch.zeros((num_rows, room + 4), dtype=torch.int8)
+    rows = torch.zeros((num_rows, room + SCALE_BYTES), dtype=torch.int8)
     for row, values in zip(rows.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE), strict=True):
         wide = values.float()
         scales = wide.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
@@ -80,8 +86,8 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
     return (_P * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
-def _type_of(tensors: Sequence[Tensor]) -> int:
-    """Of all of these: the kernels are told one. ValueError if they differ."""
+def _common_type(tensors: Sequence[Tensor]) -> int:
+    """The kernels' number of the dtype that all have. ValueError if they differ."""
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1:
         raise ValueError(f"the kernels take matrices of one dtype, not of {', '.join(sorted(map(str, types)))}")
@@ -100,7 +106,7 @@ class KernelLinear:
         self._weights, self._biases = (_pointers(tensors) for tensors in self._kept)
         self._sizes = (_L * len(sizes))(*sizes)
         self._num_outputs = sum(sizes)
-        self._type = _type_of(weights)
+        self._type = _common_type(weights)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         num_tokens, num_inputs = x.shape
@@ -131,7 +137,7 @@ class KernelFeedForward:
         self._call = kernels.feed_forward
         self._kept = [matrix.contiguous() for matrix in (expert.gate, expert.up, expert.down)]
         self._matrices = [matrix.data_ptr() for matrix in self._kept]
-        self._sizes = expert.down.shape[0], expert.gate.shape[0], _type_of(self._kept)  # K, I
+        self._sizes = expert.down.shape[0], expert.gate.shape[0], _common_type(self._kept)  # K, I
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor | None:
         num_inputs, num_inner, _ = self._sizes
@@ -150,7 +156,7 @@ class KernelMoE:
         self._num_per_token = num_experts_per_token
         self._router = router.contiguous()
         self._kept = [[getattr(expert, name).contiguous() for expert in experts] for name in ("gate", "up", "down")]
-        type_of_all = _type_of([self._router, *(matrix for matrices in self._kept for matrix in matrices)])
+        type_of_all = _common_type([self._router, *(matrix for matrices in self._kept for matrix in matrices)])
         self._matrices = self._router.data_ptr(), *(_pointers(tensors) for tensors in self._kept)
         num_inner, num_inputs = experts[0].gate.shape
         self._sizes = num_inputs, num_inner, len(experts), num_experts_per_token, type_of_all

@@ -9,9 +9,9 @@
 
 /* Helper threads that take pieces of the caller's job. Nobody waits for a helper that has not started a piece: on a
  * machine whose cores are busy with other processes the caller goes on alone, where a barrier would wait for the
- * scheduler. An idle helper looks for work for some 80 us, which spans the gap between two kernels of a step even on a
- * slow core, and then sleeps: to wake it takes as long as the kernel. */
-enum { MAX_HELPERS = 255, LOOKS = 3000 };
+ * scheduler. An idle helper looks for work for some 90 us, which spans the gap between two kernels of a step even on a
+ * slow core, and then sleeps, since waking one takes as long as a kernel. The caller yields sooner. */
+enum { MAX_HELPERS = 255, LOOKS = 3000, LOOKS_BEFORE_YIELD = 1000 };
 
 static pthread_mutex_t one_job = PTHREAD_MUTEX_INITIALIZER;
 static int num_helpers;
@@ -71,7 +71,7 @@ void in_pieces(piece_of_job *function, const void *job, long num_pieces, int num
     while (claim_and_run()) continue;
     for (int looks = 0; atomic_load(&unfinished) > 0; looks++) {
         _mm_pause();
-        if (looks > LOOKS) sched_yield(); /* a helper was interrupted within its piece */
+        if (looks > LOOKS_BEFORE_YIELD) sched_yield(); /* a helper was interrupted within its piece */
     }
     pthread_mutex_unlock(&one_job);
 }

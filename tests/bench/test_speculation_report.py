@@ -43,7 +43,7 @@ def cell(
         predicted=predicted or fixed,
         adaptive=adaptive,
         adaptive_error=0.02,
-        best_fixed_error=error,
+        adaptive_vs_best_fixed_error=error,
         adaptive_length=2.5,
         acceptance=Acceptance((0.7, None), ((0.7, None),), 1.0),
         draft_cost=0.05,

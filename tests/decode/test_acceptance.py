@@ -235,17 +235,15 @@ def test_sequences_that_come_and_go_take_no_more_memory() -> None:
 
 
 def test_steps_learnt_from_together_count_alike() -> None:
-    """Each count is a sum, and what was known before fades by the steps."""
+    """Each count is a sum, and what was known before fades once for each step that drafted: at its positions."""
     book = AcceptanceBook(3)
     book.chances(["a", "b"], [0, 1])
     book.observe([DraftOutcome("a", 3, 3, 1), DraftOutcome("b", 3, 3, 3, grade=1)])
-    before = book._counts.copy()
-    together = [DraftOutcome("a", 3, 3, 3), DraftOutcome("a", 3, 3, 0), DraftOutcome("b", 3, 2, 2, grade=1)]
-    book.observe(together, num_steps=2)
+    book.observe([DraftOutcome("a", 3, 3, 3)], [DraftOutcome("a", 3, 3, 0), DraftOutcome("b", 3, 2, 2, grade=1)], [])
     a, b = book._slots["a"], book._slots["b"]
     looked, stood = book._counts
     assert looked[a, 0].tolist() == pytest.approx([0.99**2 * 1 + 2, 0.99 * 0.995 * 1 + 1, 0.99 * 0.995 * 0 + 1])
     assert stood[a, 0].tolist() == pytest.approx([0.99**2 * 1 + 1, 1, 1])
     assert looked[b, 1].tolist() == pytest.approx([0.99 + 1, 0.99 + 1, 0.995])
-    assert before[0, a, 0].tolist() == [1, 1, 0]
     assert book._pool[0, 0].tolist() == pytest.approx([0.997**2 + 2, 0.997**2 + 1, 1])
+    assert book._pool[0, 1].tolist() == pytest.approx([0.997 + 1, 0.997 + 1, 0.995])

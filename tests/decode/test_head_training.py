@@ -22,7 +22,7 @@ from decode.head_loss import head_loss, target_law
 from decode.head_training import CheckpointMismatch, Progress, TrainingOptions, collate, held_out, train
 from decode.medusa_training import MedusaModule, medusa_losses
 from decode.own_prompts import PROMPT_TOKENS, start_of_user_turn, write_prompts
-from decode.train_head import begin_with, claim, draft_vocabulary
+from decode.train_head import begin_with, claim_work, draft_vocabulary
 from model.config import ModelConfig
 from model.runner import Chunk
 from model.tokenizer import Tokenizer
@@ -416,10 +416,10 @@ def test_a_head_that_does_not_fit_is_not_said_to_be_for_the_model(tmp_path: Path
 
 def test_work_of_another_model_is_refused(tmp_path: Path) -> None:
     """Its answers and hidden states would teach a head the wrong thing."""
-    claim(tmp_path / "work", "one", "0123")
-    claim(tmp_path / "work", "one", "0123")
+    claim_work(tmp_path / "work", "one", "0123")
+    claim_work(tmp_path / "work", "one", "0123")
     with pytest.raises(CheckpointMismatch, match=r"what one \(0123\) has answered; the target is two \(4567\)"):
-        claim(tmp_path / "work", "two", "4567")
+        claim_work(tmp_path / "work", "two", "4567")
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

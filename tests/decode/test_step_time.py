@@ -176,3 +176,16 @@ def test_one_odd_step_does_not_lift_larger_ones_that_are_known() -> None:
 )
 def test_nearest_sequence_that_never_falls(values: list[float], weights: list[float], expected: list[float]) -> None:
     assert isotonic(np.array(values), np.array(weights)).tolist() == pytest.approx(expected)
+
+
+def test_what_is_slow_indeed_is_believed_in_the_end() -> None:
+    """A few steps that took five times as long as expected may have been held up, all of them were not."""
+    step_time = StepTime(7)
+    for _ in range(20):
+        observe(step_time, DENSE, 1, 0)
+    plain_s = DENSE.verify_s([0], CONTEXT)
+    for number in range(40):
+        if number < 4:  # three are left out
+            assert forecast(step_time, 1).verify_s[3] == pytest.approx(plain_s, rel=0.05)
+        step_time.observe(StepShape(1, CONTEXT, 3, 3, 3), 5.0 * plain_s, DENSE.draft_s([3]))
+    assert forecast(step_time, 1).verify_s[3] == pytest.approx(5.0 * plain_s, rel=0.1)

@@ -103,7 +103,7 @@ UNUSABLE: list[tuple[str, str, Write | None, str]] = [
         lambda folder, model: change_weights(
             write_head(folder, "medusa", model), heads_0_weight=lambda weight: weight.to(torch.int8)
         ),
-        r"the tensors of \S+ are of torch\.float32, torch\.int8; all must be of one of torch\.bfloat16,",
+        r"the tensors of \S+ are of torch\.float32, torch\.int8; all must be of the same, one of torch\.bfloat16,",
     ),
     (
         "head of two dtypes",
@@ -111,7 +111,7 @@ UNUSABLE: list[tuple[str, str, Write | None, str]] = [
         lambda folder, model: change_weights(
             write_head(folder, "eagle", model), midlayer_mlp_gate_proj_weight=lambda weight: weight.bfloat16()
         ),
-        r"the tensors of \S+ are of torch\.bfloat16, torch\.float32; all must be of one",
+        r"the tensors of \S+ are of torch\.bfloat16, torch\.float32; all must be of the same",
     ),
     (
         "head of a dtype that nothing computes with",
@@ -122,7 +122,7 @@ UNUSABLE: list[tuple[str, str, Write | None, str]] = [
                 (f"heads_{i}_{what}" for i in range(NUM_MEDUSA_HEADS) for what in ("weight", "bias")), Tensor.double
             ),
         ),
-        r"the tensors of \S+ are of torch\.float64; all must be of one",
+        r"the tensors of \S+ are of torch\.float64; all must be of the same",
     ),
     (
         "matrix that is none",

@@ -20,7 +20,12 @@ from transformers import (
 
 from model.runner import NonFiniteLogits, SampledToken
 from model.sampling import COLDEST, Row, largest, processed_scores, sample
-from model.sampling_params import MAX_TEMPERATURE, REPETITION_PENALTIES, SamplingParams
+from model.sampling_params import (
+    LEAST_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MOST_REPETITION_PENALTY,
+    SamplingParams,
+)
 from tests.model.sampling_cases import FILTERS, GREEDY, SAMPLED, VOCAB, mixed_rows, random_logits, row
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -281,7 +286,7 @@ def test_processed_scores_of_greedy_rows_keep_their_argmax() -> None:
     torch.testing.assert_close(processed_scores(logits, rows)[0], processed(logits[0], rows[0]))
 
 
-@pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
+@pytest.mark.parametrize("penalty", [LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_that_overflow_end_nobodys_step(penalty: float, temperature: float) -> None:
     """The likeliest of the tokens that are rewarded beyond measure comes; other rows are as without it."""

@@ -202,9 +202,7 @@ async def test_nobody_there() -> None:
         assert caught.value.retryable
 
 
-@pytest.mark.parametrize(
-    ("output", "begins"), [([tokens(0, 7)], "the answer broke off after 1 tokens: "), ([], "gone")]
-)
+@pytest.mark.parametrize(("output", "begins"), [([tokens(0, 7)], "the answer broke off after 1 token: "), ([], "gone")])
 async def test_router_that_is_lost_during_an_answer(output: list[Any], begins: str) -> None:
     async with talking_to(Scripted(output, ends_with=Unavailable("gone"))) as client:
         with pytest.raises(Unavailable) as caught:

@@ -178,7 +178,7 @@ async def test_worker_of_another_layout_is_refused(fleet: FakeFleet, client: Pds
     hello.worker_id, hello.layout.dtype = "stranger", "bfloat16"
     error = await refusal(fleet, workers_pb2.WorkerReport(hello=hello, load=ready_load()))
     assert type(error) is FailedPrecondition and error.field == "hello.layout"
-    assert "dtype is 'bfloat16' at stranger and 'float32' at the others of this router" in str(error)
+    assert "dtype is 'bfloat16' at stranger and 'float32' at those registered" in str(error)
     assert len((await client.get_status()).workers) == 2
 
 

@@ -167,9 +167,9 @@ def test_load_of_a_replaced_worker_does_not_weigh_on_the_new_one(table: WorkerTa
 @pytest.mark.parametrize(
     "change, problem",
     [
-        ({"layout": replace(LAYOUT, model_digest="m2")}, "model_digest is 'm2' at x and 'm1' at the others"),
-        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "dtype is 'bfloat16' at x and 'float32' at the others"),
-        ({"layout": replace(LAYOUT, block_size=32, num_layers=3)}, "num_layers is 3 at x and 2 at the others"),
+        ({"layout": replace(LAYOUT, model_digest="m2")}, "model_digest is 'm2' at x and 'm1' at those registered"),
+        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "dtype is 'bfloat16' at x and 'float32' at those registered"),
+        ({"layout": replace(LAYOUT, block_size=32, num_layers=3)}, "num_layers is 3 at x and 2 at those registered"),
         (
             {"layout": replace(LAYOUT, drafter="eagle:1", num_layers=3)},
             "drafter is 'eagle:1' at x and '' at .*; they must have the same --drafter",
