@@ -74,5 +74,7 @@ def _contents(holder: object) -> list[tuple[object, str, object]]:
     found: list[tuple[object, str, object]] = []
     for name in getattr(holder, "__dataclass_fields__", ()):
         content = getattr(holder, name)
-        found += [(holder, name, content), *_contents(content)]
+        found.append((holder, name, content))
+        if hasattr(content, "__dataclass_fields__"):
+            found += _contents(content)
     return found

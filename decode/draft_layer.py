@@ -64,12 +64,15 @@ class DraftLayer(Protocol):
         ...
 
 
+_FEW_ROWS = 128  # of a step: views of its features keep no more memory than that
+
+
 @dataclass(slots=True)
 class LayerState:
-    """Slots below `num_slots` have their KV. `pending` [n, F] are features of the tokens from `num_slots - 1` on."""
+    """Slots below `num_slots` have their KV. `pending`, together [n, F]: features of the tokens from there - 1 on."""
 
     num_slots: int
-    pending: Tensor
+    pending: tuple[Tensor, ...]
 
 
 class LayerDrafter:
@@ -111,8 +114,9 @@ class LayerDrafter:
         for seen in observed:
             state = self._state(seen.chunk.drafting, seen.chunk.start)
             rows = seen.rows
-            at = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-            state.pending = torch.cat((state.pending, output.features[at]))
+            features = output.features[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
+            # A view keeps those of the whole step, which is nothing beside what to copy it for each sequence takes.
+            state.pending += (features if len(output.features) <= _FEW_ROWS else features.clone(),)
             num_computed = seen.chunk.start + seen.num_kept
             if num_computed // self._block_size > state.num_slots // self._block_size:
                 due.append(self._slots_behind(seen.chunk, seen.token_ids, num_computed))
@@ -123,7 +127,7 @@ class LayerDrafter:
     def export(self, drafting: DraftingState) -> Tensor | None:
         """The features whose slots are still to be run, [n, F], n at most a block."""
         state = drafting.value
-        return state.pending.float() if isinstance(state, LayerState) else None
+        return torch.cat(state.pending).float() if isinstance(state, LayerState) else None
 
     def restore(self, drafting: DraftingState, num_computed_tokens: int, state: Tensor) -> None:
         most = num_computed_tokens % self._block_size + 1  # slots of full blocks are others' too, and whole
@@ -131,15 +135,16 @@ class LayerDrafter:
             raise ValueError(
                 f"the drafter's state has shape {list(state.shape)}; it must be [1 to {most}, {self._num_features}]"
             )
-        drafting.value = LayerState(num_computed_tokens + 1 - len(state), state)
+        drafting.value = LayerState(num_computed_tokens + 1 - len(state), (state,))
 
     def _state(self, drafting: DraftingState, num_computed_tokens: int) -> LayerState:
         if drafting.value is None:
             unknown = torch.zeros((1, self._num_features), dtype=self._activations, device=self._device)
-            drafting.value = LayerState(num_computed_tokens, unknown)
+            drafting.value = LayerState(num_computed_tokens, (unknown,))
         state = drafting.value
         assert isinstance(state, LayerState)
-        state.pending = state.pending.to(self._device, self._activations)  # as restored it is neither
+        if len(state.pending) == 1:  # as restored it is on no device of ours, nor of its type
+            state.pending = (state.pending[0].to(self._device, self._activations),)
         return state
 
     def _slots_behind(self, chunk: Chunk, token_ids: Sequence[int], num_slots: int) -> tuple[Chunk, Tensor]:
@@ -149,8 +154,9 @@ class LayerDrafter:
         """
         state = self._state(chunk.drafting, chunk.start)
         first, state.num_slots = state.num_slots, num_slots
-        features, rest = state.pending[: num_slots - first], state.pending[num_slots - first :]
-        state.pending = rest.clone()  # a view would keep all of them: those of a long prompt are many
+        pending = torch.cat(state.pending) if len(state.pending) > 1 else state.pending[0]
+        features, rest = pending[: num_slots - first], pending[num_slots - first :]
+        state.pending = (rest.clone(),)  # a view would keep all of them: those of a long prompt are many
         return Chunk(token_ids[first:num_slots], first, chunk.block_ids), features
 
     def _fused(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:

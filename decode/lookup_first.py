@@ -64,7 +64,8 @@ class LookupFirst:
         return repeats
 
     def observe(self, observed: Sequence[Observed], output: ForwardOutput) -> None:
-        self._lookup.observe([replace(seen, chunk=_for_lookup(seen.chunk)) for seen in observed], output)
+        for seen in observed:
+            self._lookup.follow(_state(seen.chunk.drafting).lookup, seen.chunk.history)
         self._other.observe([replace(seen, chunk=_for_other(seen.chunk)) for seen in observed], output)
 
     def export(self, drafting: DraftingState) -> Tensor | None:

@@ -100,7 +100,11 @@ class NgramDrafter:
     def observe(self, observed: Sequence[Observed], output: ForwardOutput) -> None:
         """Indexes what is new, but for the last tokens: those when it is asked."""
         for seen in observed:
-            _index(seen.chunk.drafting).extend(seen.chunk.history)
+            self.follow(seen.chunk.drafting, seen.chunk.history)
+
+    def follow(self, drafting: DraftingState, token_ids: Sequence[int]) -> None:
+        """Of one sequence, whose tokens before this step's these are."""
+        _index(drafting).extend(token_ids)
 
     def export(self, drafting: DraftingState) -> Tensor | None:
         return None

@@ -29,9 +29,11 @@ from model.runner import (
     LayerDone,
     NonFiniteLogits,
     Outcome,
+    SampledToken,
     StepOutput,
     VerifiedDraft,
 )
+from model.sampling import Row, sample
 from model.torch_runner import TorchRunner
 from model.transformer import ForwardOutput
 
@@ -159,8 +161,8 @@ class SpeculativeRunner:
         drafts = [step.drafts[index] for index in step.wanting]
         outcomes: list[Outcome] = [None] * len(step.chunks)
         verdicts: list[Verdict | None] = [None] * len(step.chunks)
-        if not chunks:
-            return tuple(outcomes), verdicts
+        if not any(draft.token_ids for draft in drafts):
+            return self._sample(step, output)
         found = verify(output.logits, chunks, drafts, self._method)
         tokens = emitted(output.logits, chunks, drafts, found)
         for index, draft, verdict, emission in zip(step.wanting, drafts, found, tokens, strict=True):
@@ -172,6 +174,17 @@ class SpeculativeRunner:
                 outcomes[index] = VerifiedDraft(emission, len(draft.token_ids), nodes)
             else:
                 outcomes[index] = emission[0]
+        return tuple(outcomes), verdicts
+
+    def _sample(self, step: _Step, output: ForwardOutput) -> tuple[tuple[Outcome, ...], list[Verdict | None]]:
+        """The same where nobody drafts, which is how large batches mostly run."""
+        outcomes: list[Outcome] = [None] * len(step.chunks)
+        verdicts: list[Verdict | None] = [None] * len(step.chunks)
+        rows = [Row.behind(step.chunks[index]) for index in step.wanting]
+        for index, outcome in zip(step.wanting, sample(output.logits, rows) if rows else (), strict=True):
+            outcomes[index] = outcome
+            if isinstance(outcome, SampledToken):
+                verdicts[index] = Verdict((outcome.token_id,), (0,))
         return tuple(outcomes), verdicts
 
     def _observe(self, observed: Sequence[Observed], output: ForwardOutput) -> int:

@@ -260,8 +260,8 @@ def test_features_of_a_long_prompt_are_not_kept(folder: Path) -> None:
     prompt = [3 + index % 40 for index in range(31)]
     runner.execute([Chunk(prompt, 0, blocks(0), SAMPLINGS[0], prompt, len(prompt), drafting=state)])
     kept = state.value
-    assert isinstance(kept, LayerState) and len(kept.pending) == 1
-    assert kept.pending.untyped_storage().nbytes() == kept.pending.nbytes
+    assert isinstance(kept, LayerState) and len(kept.pending) == len(kept.pending[0]) == 1
+    assert kept.pending[0].untyped_storage().nbytes() == kept.pending[0].nbytes
 
 
 def test_medusa_heads_may_have_output_rows_of_their_own(folder: Path) -> None:
