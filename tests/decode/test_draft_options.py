@@ -67,3 +67,22 @@ def test_free_drafts_are_taken_where_no_drafter_would_pay() -> None:
     options = weigh(survival, [2, 2], [True, False], 4, forecast)
     assert options.draft_lengths(options.best) == [2, 0]
     assert options.seconds[options.best] == 1.0
+
+
+def test_free_drafts_take_the_drafter_no_time() -> None:
+    """Two free ones, one of length 1 that is made, and the made one behind it that a cap of 1 leaves out."""
+    survival = np.array([[0.9, 0.8], [0.7, 0.6]])
+    forecast = StepForecast(np.ones(5), np.array([0.0, 0.2, 0.4]), np.array([0.0, 0.1, 0.1]), np.ones(5), 0.05)
+    options = weigh(survival, [2, 2], [True, False], 4, forecast)
+    assert options.seconds[0, 2] == 1.0
+    assert options.seconds[1, 3] == pytest.approx(1.0 + 0.2 + 0.1)
+    assert options.draft_lengths((1, 4)) == [2, 1]
+
+
+def test_drafts_that_hardly_ever_stand_are_left_out() -> None:
+    """However cheap they are: with long drafts and many sequences most are of that kind."""
+    forecast = StepForecast(np.ones(41), np.zeros(21), np.zeros(21), np.ones(41), 0.05)
+    survival = np.array([0.5 ** np.arange(1, 21), np.full(20, 0.001)])
+    options = weigh(survival, [20, 20], [False, False], 40, forecast)
+    assert options.draft_lengths(options.best) == [6, 0]  # 2^-6 is more than 1 %, 2^-7 is less
+    assert options.rates.shape == (7, 7)
