@@ -61,7 +61,8 @@ TELL := n=0; total=$$(grep -c == requirements.lock); what=""; next=10; \
 	[ ! -t 2 ] || printf '\r\033[K' >&2
 
 # The copies inside .venv are its stamps, written last: after an interruption, or when the lock or this folder's place has
-# changed, it is made again. pyproject.toml alone changes only the entry point. Two makes at once take turns where there is flock.
+# changed, it is made again. pyproject.toml alone changes only the entry point. Where there is flock, two makes at once
+# take turns.
 .venv:
 	@set -e -o pipefail; \
 	if command -v flock >/dev/null; then \

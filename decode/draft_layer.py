@@ -64,7 +64,7 @@ class DraftLayer(Protocol):
         ...
 
 
-_FEW_ROWS = 128  # of a step: views of its features keep no more memory than that
+_FEW_ROWS = 128  # of a step: its features may stay in memory until the block of a sequence is full
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class LayerDrafter:
             state = self._state(seen.chunk.drafting, seen.chunk.start)
             rows = seen.rows
             features = output.features[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
-            # A view keeps those of the whole step, which is nothing beside what to copy it for each sequence takes.
+            # A view keeps the whole step's. Of a small step that is little; a copy for each sequence would take longer.
             state.pending += (features if len(output.features) <= _FEW_ROWS else features.clone(),)
             num_computed = seen.chunk.start + seen.num_kept
             if num_computed // self._block_size > state.num_slots // self._block_size:
