@@ -10,7 +10,7 @@ own history pulls it away. Letters: S slots, B sequences of a step, G grades (se
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,15 +77,19 @@ class DraftOutcome:
 class Chances:
     """`survival[i, j]`: that draft j of sequence i stands, and so do those it is behind; `hopeful[i, j]`: at most.
 
-    For the first draft that is two standard errors more, and for all as many times more.
+    For the first draft that is two standard errors more, and for all as many times more. `by_grade` is what `survival`
+    would be of other grades, and in its last row of a sequence that is not among these.
     """
 
     survival: Floats  # [B, K], falling along K
     hopeful: Floats  # [B, K], falling along K
+    by_grade: Floats  # [B + 1, G, K], falling along K
+    _rows: Mapping[str, int]
 
-    def expected_tokens(self, lengths: Sequence[int]) -> float:
-        """Of all sequences together, in a step that verifies so many drafts of each."""
-        return len(lengths) + sum(float(self.survival[i, :length].sum()) for i, length in enumerate(lengths) if length)
+    def of(self, sequence_id: str, grade: int) -> Floats:
+        """The survival of its drafts, [K], were they of this grade."""
+        survival: Floats = self.by_grade[self._rows.get(sequence_id, -1), grade]
+        return survival
 
 
 class AcceptanceBook:
@@ -109,28 +113,34 @@ class AcceptanceBook:
             return np.asarray(rates[0])
         return np.asarray((weights * rates).sum(axis=0) / weights.sum(axis=0))
 
-    def chances(self, sequence_ids: Sequence[str], grades: Sequence[int]) -> Chances:
-        """Of every sequence, known or not, for drafts of these grades."""
+    def meet(self, sequence_ids: Iterable[str]) -> None:
+        """From now on what becomes of their drafts says something of them, and not of the pool alone."""
         for sequence_id in sequence_ids:
             if sequence_id not in self._slots:
                 self._add(sequence_id)
+
+    def chances(self, sequence_ids: Sequence[str], grades: Sequence[int]) -> Chances:
+        """Of every sequence, known or not, for drafts of these grades."""
+        self.meet(sequence_ids)
         slots, every = [self._slots[name] for name in sequence_ids], range(len(sequence_ids))
-        counts = self._counts[:, slots]  # [2, B, G, K]
-        others = np.maximum(self._pool[:, None] - self._shares[:, slots], 0.0)
-        pool_rates = self._rates(others)  # [B, G, K]
+        counts, shares = np.zeros((2, 2, len(slots) + 1, *self._pool.shape[1:]))  # [2, B + 1, G, K] each
+        counts[:, :-1], shares[:, :-1] = self._counts[:, slots], self._shares[:, slots]
+        others = np.maximum(self._pool[:, None] - shares, 0.0)
+        pool_rates = self._rates(others)
         expected = (counts[0] * pool_rates).sum(axis=(1, 2))
         ratios = (counts[1].sum(axis=(1, 2)) + _RATIO_COUNT) / (expected + _RATIO_COUNT)  # one for all of a sequence
-        looked, stood = counts[:, every, grades]  # [B, K] each
-        priors = np.minimum(ratios[:, None] * pool_rates[every, grades], _HIGHEST)
-        known = np.minimum(others[0, every, grades, 0], _PRIOR_COUNT)  # [B], of others
-        prior_counts = np.maximum(known, _LEAST_PRIOR_COUNT)[:, None]
-        rates = (stood + prior_counts * priors) / (looked + prior_counts)
-        evidence = 1.0 + looked[:, 0] + known
-        doubt = np.sqrt((1.0 - rates[:, 0]) / rates[:, 0] / evidence)  # relative
-        is_tree = self._is_tree[list(grades), None]
-        survival: Floats = np.where(is_tree, np.minimum.accumulate(rates, axis=1), np.cumprod(rates, axis=1))
-        most = np.minimum(1.0 + _HOPE * doubt, _HIGHEST / rates[:, 0])
-        return Chances(survival, survival * most[:, None])
+        priors = np.minimum(ratios[:, None, None] * pool_rates, _HIGHEST)
+        known = np.minimum(others[0, ..., 0], _PRIOR_COUNT)  # [B + 1, G], of others
+        prior_counts = np.maximum(known, _LEAST_PRIOR_COUNT)[..., None]
+        rates = (counts[1] + prior_counts * priors) / (counts[0] + prior_counts)
+        is_tree = self._is_tree[:, None]
+        by_grade: Floats = np.where(is_tree, np.minimum.accumulate(rates, axis=2), np.cumprod(rates, axis=2))
+        survival, first = by_grade[every, grades], rates[every, grades, 0]
+        evidence = 1.0 + counts[0, every, grades, 0] + known[every, grades]
+        doubt = np.sqrt((1.0 - first) / first / evidence)  # relative
+        most = np.minimum(1.0 + _HOPE * doubt, _HIGHEST / first)
+        rows = {name: row for row, name in enumerate(sequence_ids)}
+        return Chances(survival, survival * most[:, None], by_grade, rows)
 
     def observe(self, *steps: Sequence[DraftOutcome]) -> None:
         """The outcomes of these steps, whose order does not count. Those of sequences that were forgotten count for the

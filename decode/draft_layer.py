@@ -55,8 +55,9 @@ class DraftLayer(Protocol):
         put out for the token before."""
         ...
 
-    def store(self, step: StepInput, hidden: Tensor) -> Tensor:
-        """Keys and values of slots with these hidden inputs [T, K] into the cache; returns their queries."""
+    def store(self, step: StepInput, hidden: Tensor) -> None:
+        """Keys and values of slots with these hidden inputs [T, K] into the cache: all that a sequence costs which does
+        not draft."""
         ...
 
     def run(self, step: StepInput, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,12 @@ class DraftOptions:
         cap, prefix = np.unravel_index(int(table.argmax()), table.shape)
         return int(cap), int(prefix)
 
+    def least_chance(self, choice: Choice) -> float:
+        """That the least likely of its drafts, of which there must be some, stands."""
+        cap, prefix = choice
+        gains = np.diff(self.num_tokens[cap, : prefix + 1])
+        return float(gains[self._least_caps[:prefix] <= cap].min())
+
     def draft_lengths(self, choice: Choice) -> list[int]:
         """Drafts per sequence, [B]."""
         cap, prefix = choice

@@ -97,13 +97,21 @@ class AdaptiveDrafts:
         if not decoding:
             self._asked = {}  # of a step that failed nothing is learnt
             return []
-        demands = [demand_of(each, self._longest_draft, self._max_context_tokens, self._outlook) for each in decoding]
         self._num_context_tokens = sum(each.sequence.num_tokens for each in decoding)
-        self._decision = self.policy.choose(demands, self._num_context_tokens, num_tokens - len(decoding))
-        self._asked = dict(zip(decoding, self._decision.draft_lengths, strict=True))
+        decision = self.policy.standing(len(decoding))
+        if decision is not None:  # nobody need be asked
+            return self._decided(decoding, decision)
+        demands = [demand_of(each, self._longest_draft, self._max_context_tokens, self._outlook) for each in decoding]
         self._outlooks = {each: demand.outlook for each, demand in zip(decoding, demands, strict=True)}
-        metrics.DECISIONS.labels(self._decision.reason).inc()
-        return self._decision.draft_lengths
+        return self._decided(
+            decoding, self.policy.choose(demands, self._num_context_tokens, num_tokens - len(decoding))
+        )
+
+    def _decided(self, decoding: Items[DecodeSequence], decision: DraftDecision) -> Items[int]:
+        self._decision = decision
+        self._asked = dict(zip(decoding, decision.draft_lengths, strict=True))
+        metrics.DECISIONS.labels(decision.reason).inc()
+        return decision.draft_lengths
 
     def withdraw(self, decoding: DecodeSequence) -> None:
         self._asked[decoding] = 0

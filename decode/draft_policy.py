@@ -8,16 +8,17 @@ steps taught is taken in a few of them at a time, or when a sequence ends, and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from decode.acceptance import AcceptanceBook, DraftOutcome
+from decode.acceptance import AcceptanceBook, Chances, DraftOutcome
 from decode.coverage import ExpertCoverage
 from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome
 from decode.draft_options import Choice, DraftOptions, weigh
 from decode.exploration import ExplorationBudget, ProbeTimetable
+from decode.standing import MANY_SEQUENCES, Situation, StandingDecisions, Terms
 from decode.step_time import StepForecast, StepTime
 
 _ROWS_AHEAD = 8
@@ -56,71 +57,53 @@ class DraftPolicy:
         self._plain_at = 0
         self._cap = 0
         self._unlearnt: list[tuple[DraftDecision, StepOutcome]] = []
-        self._standing: dict[_Situation, _Standing] = {}
-        self._num_observed = 0
+        self._standing = StandingDecisions(self._settings.steps_together, self._settings.longest_standing)
+
+    def standing(self, num_sequences: int) -> DraftDecision | None:
+        """What to do in a step of so many sequences whatever they could draft, if that is known."""
+        return self._standing.find_final(num_sequences)
 
     def choose(self, demands: Sequence[DraftDemand], num_context_tokens: int, num_spare_tokens: int) -> DraftDecision:
         """`num_context_tokens`: of all sequences. `num_spare_tokens`: of the step, beside one token per sequence."""
-        limits = [min(each.most_drafts, each.outlook.num_tokens, self._longest_draft) for each in demands]
-        reason = self._reason_for_none(demands, limits, num_spare_tokens)
+        situation = Situation.of(demands, self._longest_draft, num_spare_tokens)
+        reason = self._reason_for_none(situation)
         if reason is not None:
             return DraftDecision((0,) * len(demands), reason)
-        situation = _situation(demands, limits, num_spare_tokens)
-        standing = self._standing.pop(situation, None)
-        if standing is None or standing.num_steps_left <= 0 or standing.ends_at <= self._num_observed:
-            decision = self._decide(demands, limits, num_context_tokens, num_spare_tokens)
-            ends_at = self._num_observed + self._settings.longest_standing
-            standing = _Standing(decision, self._settings.steps_together, ends_at)
-        if standing.decision.is_settled:
-            self._standing[situation] = replace(standing, num_steps_left=standing.num_steps_left - 1)
-        return standing.decision
+        standing = self._standing.find(situation)
+        if standing is None:
+            return self._decide(situation, num_context_tokens)
+        self.acceptance.meet(demand.sequence_id for demand in demands)
+        return standing
 
-    def _decide(
-        self, demands: Sequence[DraftDemand], limits: Sequence[int], num_context_tokens: int, num_spare_tokens: int
-    ) -> DraftDecision:
+    def _decide(self, situation: Situation, num_context_tokens: int) -> DraftDecision:
+        demands, limits, num_spare = situation.demands, situation.limits, situation.num_spare_tokens
         chances = self.acceptance.chances(
             [demand.sequence_id for demand in demands], [demand.outlook.grade for demand in demands]
         )
-        forecast = self.step_time.forecast(len(demands), num_context_tokens, sum(limits), max(limits))
+        most_drafts = sum(limits) + situation.most_changed * self._longest_draft
+        forecast = self.step_time.forecast(len(demands), num_context_tokens, most_drafts, self._longest_draft)
         are_free = [demand.outlook.is_free for demand in demands]
-        options = weigh(chances.survival, limits, are_free, num_spare_tokens, forecast)
+        options = weigh(chances.survival, limits, are_free, num_spare, forecast)
         best = self._best(options)
+        terms = _terms(chances, forecast, options, best)
         choice, reason = self._explore(options, best, forecast)
-        lengths = options.draft_lengths(choice)
         if reason is DraftReason.PLAIN_FASTEST and self._plain_at == self._step:  # not trial after trial
-            hopeful = weigh(chances.hopeful, limits, are_free, num_spare_tokens, forecast)
-            hoped = hopeful.draft_lengths(hopeful.best)
+            hopeful = weigh(chances.hopeful, limits, are_free, num_spare, forecast)
+            trial = terms.decision(demands, hopeful.draft_lengths(hopeful.best), DraftReason.TRY_DRAFTS)
             seconds = float(hopeful.seconds[hopeful.best])
-            if any(hoped) and self._may_lose(options, best, seconds, chances.expected_tokens(hoped)):
-                lengths, reason = hoped, DraftReason.TRY_DRAFTS
-        probed_ids: tuple[str, ...] = ()
-        costs = _draft_costs(options, best, forecast)
-        if reason in (DraftReason.FASTEST, DraftReason.PLAIN_FASTEST):
-            self._cap = best[0]
-            num_spare = min(num_spare_tokens - sum(lengths), self._settings.most_probes)
-            probed_ids = self._probe(demands, limits, lengths, num_spare, costs)
-        if probed_ids and reason is DraftReason.PLAIN_FASTEST:
-            reason = DraftReason.PROBE
-        asked = [length for length, is_free in zip(lengths, are_free, strict=True) if not is_free]
-        draft_s = forecast.drafting_s(max(asked, default=0), sum(asked))
-        return DraftDecision(
-            tuple(lengths),
-            reason,
-            probed_ids,
-            num_expected_tokens=chances.expected_tokens(lengths),
-            expected_s=float(forecast.verify_s[sum(lengths)]) + draft_s,
-            plain_s=forecast.plain_s,
-            best_num_tokens=float(options.num_tokens[best]),
-            best_s=float(options.seconds[best]),
-            expected_draft_s=draft_s,
-            draft_cost=costs[False],
-            free_draft_cost=costs[True],
-        )
+            if any(trial.draft_lengths) and self._may_lose(options, best, seconds, trial.num_expected_tokens):
+                return trial
+        decision = terms.decision(demands, options.draft_lengths(choice), reason)
+        if not decision.is_settled:
+            return decision
+        self._cap = best[0]
+        self._standing.add(situation, decision, terms)
+        return self._with_probes(situation, decision, terms)
 
     def observe(self, decision: DraftDecision, outcome: StepOutcome) -> None:
         """`outcome` may differ from the decision: sequences leave, blocks run out, drafters propose less. A step that
         also ran a prefill belongs here for its drafts only: pass 0 for `verify_s`."""
-        self._num_observed += 1
+        self._standing.observed()
         self._unlearnt.append((decision, outcome))
         is_new = self._step < self._settings.first_steps
         if is_new or not decision.is_settled or len(self._unlearnt) >= self._settings.steps_together:
@@ -131,7 +114,6 @@ class DraftPolicy:
         unlearnt, self._unlearnt = self._unlearnt, []  # nothing is learnt twice, whatever happens
         if self._step < self._settings.first_steps:  # each of them may change much
             self._standing.clear()
-        self._standing = {kind: each for kind, each in self._standing.items() if each.ends_at > self._num_observed}
         for decision, outcome in unlearnt:
             self._learn_from(decision, outcome)
         self.acceptance.observe(*(outcome.drafts for _, outcome in unlearnt))
@@ -155,21 +137,18 @@ class DraftPolicy:
 
     def forget(self, sequence_ids: Iterable[str]) -> None:
         self._learn()  # or it would come back to them
-        self._standing.clear()
         sequence_ids = list(sequence_ids)
         self.acceptance.forget(sequence_ids)
         self._probes.forget(sequence_ids)
 
-    def _reason_for_none(
-        self, demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_tokens: int
-    ) -> DraftReason | None:
+    def _reason_for_none(self, situation: Situation) -> DraftReason | None:
         """Why nothing can be drafted, if so."""
-        if not any(demand.most_drafts > 0 for demand in demands):
+        if not any(demand.most_drafts > 0 for demand in situation.demands):
             return DraftReason.NOT_WANTED
-        if num_spare_tokens < 1:
-            return DraftReason.NO_ROOM
-        if not any(limit > 0 for limit in limits):
+        if not any(situation.limits):
             return DraftReason.NO_OFFER
+        if situation.num_spare_tokens < 1:
+            return DraftReason.NO_ROOM
         return None if self.step_time.is_known else DraftReason.NO_TIMES
 
     def _best(self, options: DraftOptions) -> Choice:
@@ -203,27 +182,28 @@ class DraftPolicy:
         loss_s = seconds - num_tokens / options.rates[best]
         return self._budget.allows(max(0.0, float(loss_s / options.seconds[best])))
 
-    def _probe(
-        self,
-        demands: Sequence[DraftDemand],
-        limits: Sequence[int],
-        lengths: list[int],
-        num_spare: int,
-        costs: Mapping[bool, float],
-    ) -> tuple[str, ...]:
-        """Gives a draft to sequences that could have some and have none, at most to `num_spare`; changes `lengths`."""
+    def _with_probes(self, situation: Situation, decision: DraftDecision, terms: Terms) -> DraftDecision:
+        """Gives a draft to some sequences that could have one and have none, if any is due and the budget allows it.
+
+        What stands is the decision without. Of a few sequences it is made anew as soon as a probe has succeeded.
+        """
+        lengths = list(decision.draft_lengths)
+        most = min(situation.num_spare_tokens - sum(lengths), self._settings.most_probes)
         spent = 0.0
         probed_ids: list[str] = []
-        for index, (demand, limit) in enumerate(zip(demands, limits, strict=True)):
-            if lengths[index] or not limit or len(probed_ids) >= num_spare:
+        for index, (demand, limit) in enumerate(zip(situation.demands, situation.limits, strict=True)):
+            if lengths[index] or not limit or len(probed_ids) >= most:
                 continue
             is_due = self._probes.is_due(demand.sequence_id, demand.outlook.grade, self._step)
-            cost = costs[demand.outlook.is_free] / len(demands)
+            cost = (terms.free_draft_cost if demand.outlook.is_free else terms.draft_cost) / len(lengths)
             if is_due and self._budget.allows(spent + cost):
                 spent += cost
                 lengths[index] = 1
                 probed_ids.append(demand.sequence_id)
-        return tuple(probed_ids)
+        if not probed_ids:
+            return decision
+        reason = DraftReason.PROBE if decision.reason is DraftReason.PLAIN_FASTEST else decision.reason
+        return terms.decision(situation.demands, lengths, reason, tuple(probed_ids))
 
     def _note_drafts(self, decision: DraftDecision, drafts: Sequence[DraftOutcome]) -> None:
         for draft in drafts:
@@ -231,42 +211,34 @@ class DraftPolicy:
                 cost = decision.free_draft_cost if draft.is_free else decision.draft_cost
                 self._budget.spend((cost - draft.num_accepted) / decision.best_num_tokens)
                 self._probes.probed(draft.sequence_id, draft.grade, self._step, accepted=draft.num_accepted > 0)
+                if draft.num_accepted and len(decision.draft_lengths) < MANY_SEQUENCES:
+                    self._standing.clear()
             elif draft.num_asked:
                 self._probes.drafted(draft.sequence_id, draft.grade, self._step)
 
 
-_Situation = tuple[int, tuple[tuple[str, int, int, bool], ...]]
-
-
-def _situation(demands: Sequence[DraftDemand], limits: Sequence[int], num_spare_tokens: int) -> _Situation:
-    """What a decision depends on, beside what was learnt. The context grows too little while a decision stands."""
-    outlooks = (demand.outlook for demand in demands)
-    each = zip(demands, limits, outlooks, strict=True)
-    wanting = tuple((demand.sequence_id, limit, outlook.grade, outlook.is_free) for demand, limit, outlook in each)
-    return min(num_spare_tokens, sum(limits)), wanting
-
-
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    """A decision, how many steps more it is good for, and `ends_at`: observed steps in all at which it ends."""
-
-    decision: DraftDecision
-    num_steps_left: int
-    ends_at: int
-
-
-def _draft_costs(options: DraftOptions, best: Choice, forecast: StepForecast) -> dict[bool, float]:
-    """Of one draft more, free or not, in tokens that the best choice emits meanwhile: the chance it has to have.
-
-    Times of steps that differ by a row may be told wrong: the steepest way to one of the next sizes is what it costs.
-    """
+def _terms(chances: Chances, forecast: StepForecast, options: DraftOptions, best: Choice) -> Terms:
+    """Times of steps that differ by a row may be told wrong: a draft costs what the steepest way to one of the next
+    sizes does, and none can be worth one only if that holds for the flattest way to any size."""
     cap, num_drafts = best[0], int(options.num_drafts[best])
-    more = np.arange(1, min(_ROWS_AHEAD, len(forecast.verify_s) - 1 - num_drafts) + 1)
-    verify_s = ((forecast.verify_s[num_drafts + more] - forecast.verify_s[num_drafts]) / more).max(initial=0.0)
+    rate = options.rates[best]
+    more = np.arange(1, forecast.most_drafts - num_drafts + 1)
+    row_costs = rate * (forecast.verify_s[num_drafts + more] - forecast.verify_s[num_drafts]) / more
+    row_cost = float(row_costs[:_ROWS_AHEAD].max(initial=0.0))
     longer = max(cap, 1)
     draft_s = forecast.draft_s[longer] + forecast.draft_token_s[longer] - forecast.draft_s[cap]
-    rate = options.rates[best]
-    return {True: max(0.0, float(verify_s * rate)), False: max(0.0, float((verify_s + draft_s) * rate))}
+    likeliest = float(chances.by_grade[..., 0].max(initial=0.0))
+    return Terms(
+        chances,
+        forecast,
+        best_num_tokens=float(options.num_tokens[best]),
+        best_s=float(options.seconds[best]),
+        cap=cap,
+        draft_cost=row_cost + max(0.0, float(draft_s * rate)),
+        free_draft_cost=row_cost,
+        price=options.least_chance(best) if num_drafts else row_cost,
+        is_final=not num_drafts and likeliest < float(row_costs.min()),
+    )
 
 
 def _loss(decision: DraftDecision, outcome: StepOutcome, num_tokens: float) -> float:

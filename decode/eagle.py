@@ -39,8 +39,8 @@ class EagleLayer:
         self._fuse = backend.linear([weight["fc.weight"]], [None])
         self._embedding_norm = backend.norm(weight["midlayer.input_layernorm.weight"], config.norm_eps)
         self._hidden_norm = backend.norm(weight["midlayer.hidden_norm.weight"], config.norm_eps)
-        names = [f"midlayer.self_attn.{name}_proj.weight" for name in ("q", "k", "v")]
-        self._qkv = backend.linear([weight[name] for name in names], [None] * 3)
+        qkv = [weight[f"midlayer.self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
+        self._qkv, self._kv = backend.linear(qkv, [None] * 3), backend.linear(qkv[1:], [None] * 2)
         self._output = backend.linear([weight["midlayer.self_attn.o_proj.weight"]], [None])
         self._mlp_norm = backend.norm(weight["midlayer.post_attention_layernorm.weight"], config.norm_eps)
         names = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
@@ -53,14 +53,17 @@ class EagleLayer:
     def fuse(self, features: Tensor) -> Tensor:
         return self._fuse(features)
 
-    def store(self, step: StepInput, hidden: Tensor) -> Tensor:
-        embedded = F.embedding(step.token_ids, self._embedding).to(self._activations)
-        joined = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
-        return self._attention.store(self._number, self._qkv(joined), step)
+    def store(self, step: StepInput, hidden: Tensor) -> None:
+        self._attention.store(self._number, self._kv(self._joined(step, hidden)), step)
 
     def run(self, step: StepInput, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        attended = self._attention.attend(self._number, self.store(step, hidden), step)
+        queries = self._attention.store(self._number, self._qkv(self._joined(step, hidden)), step)
+        attended = self._attention.attend(self._number, queries, step)
         hidden, attended = hidden[rows], attended[rows]
         self._output(attended, add_to=hidden)
         self._mlp(self._mlp_norm(hidden), add_to=hidden)
         return self._head(self._norm(hidden)), hidden
+
+    def _joined(self, step: StepInput, hidden: Tensor) -> Tensor:
+        embedded = F.embedding(step.token_ids, self._embedding).to(self._activations)
+        return torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)

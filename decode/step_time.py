@@ -49,6 +49,11 @@ class StepForecast:
     noise: float  # of one step, relative
 
     @property
+    def most_drafts(self) -> int:
+        """Of all sequences together: how far it reaches."""
+        return len(self.verify_s) - 1
+
+    @property
     def plain_s(self) -> float:
         return float(self.verify_s[0] + self.draft_s[0])
 

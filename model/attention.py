@@ -34,7 +34,10 @@ class AttentionBackend(Protocol):
     """Works on the cache it was made with; what is the same for all layers of a step comes in `step`."""
 
     def store(self, layer: int, qkv: Tensor, step: StepInput) -> Tensor:
-        """Rotates queries and keys of [T, (Q + 2 H) D], stores keys and values, returns queries [T, Q, D]."""
+        """Rotates queries and keys of [T, (Q + 2 H) D], stores keys and values, returns queries [T, Q, D].
+
+        Queries may be left out; then none are returned.
+        """
         ...
 
     def attend(self, layer: int, queries: Tensor, step: StepInput) -> Tensor:
@@ -53,7 +56,8 @@ class TorchAttention:
     def store(self, layer: int, qkv: Tensor, step: StepInput) -> Tensor:
         config = self._config
         heads = qkv.view(step.num_tokens, -1, config.head_dim)  # [T, Q + 2 H, D]
-        queries, keys, values = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        num_queries = heads.shape[1] - 2 * config.num_kv_heads
+        queries, keys, values = heads.split((num_queries, config.num_kv_heads, config.num_kv_heads), dim=1)
         norms = self._head_norms[layer]
         if norms is not None:
             queries = rms_norm(queries, norms.query, config.norm_eps)

@@ -207,12 +207,17 @@ class KernelAttention:
         self._cache = cache
 
     def store(self, layer: int, qkv: Tensor, step: StepInput) -> Tensor:
-        queries = qkv.new_empty(step.num_tokens, self._shape[0], self._shape[2])
+        num_heads, num_kv_heads, head_dim, block_size = self._shape
+        num_queries = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        if num_queries not in (0, num_heads):  # the kernels would read what is behind it
+            raise ValueError(f"{qkv.shape[1]} numbers a token are no queries, keys and values of {self._shape[:3]}")
+        queries = qkv.new_empty(step.num_tokens, num_queries, head_dim)
         angles = step.cosines.data_ptr(), step.sines.data_ptr()
         norms = (None if weight is None else weight.data_ptr() for weight in self._norms[layer])
         cache = step.slots.data_ptr(), self._type, self._layers[layer]
         end = queries.data_ptr(), torch.get_num_threads()
-        self._store(qkv.data_ptr(), step.num_tokens, *self._shape, *angles, *norms, self._eps, *cache, *end)
+        heads = num_queries, num_kv_heads, head_dim, block_size
+        self._store(qkv.data_ptr(), step.num_tokens, *heads, *angles, *norms, self._eps, *cache, *end)
         return queries
 
     def attend(self, layer: int, queries: Tensor, step: StepInput) -> Tensor:

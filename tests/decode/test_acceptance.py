@@ -133,11 +133,33 @@ def test_hope_is_what_little_evidence_leaves_open() -> None:
     assert ratios[2][0] == pytest.approx(1 + 2 * (chance * (1 - chance) / 112) ** 0.5 / chance, abs=0.01)
 
 
-def test_expected_tokens_are_one_and_what_stands() -> None:
+def test_survival_of_other_grades_than_were_asked_for() -> None:
     book = AcceptanceBook(2)
-    chances = book.chances(["a", "b"], [0, 2])  # nobody has drafted: 0.6 each
-    assert chances.expected_tokens([0, 0]) == 2.0
-    assert chances.expected_tokens([2, 1]) == pytest.approx(2 + 0.6 + 0.36 + 0.6)
+    feed(book, "a", [0.9, 0.1], 400, grade=3)
+    asked, others = book.chances(["b", "a"], [1, 3]), book.chances(["b", "a"], [0, 1])
+    assert list(asked.of("a", 3)) == list(asked.survival[1]) == list(others.of("a", 3))
+    assert others.of("a", 3)[0] > others.of("a", 1)[0] + 0.2
+    assert list(others.of("b", 0)) == pytest.approx([0.6, 0.36])  # nobody has drafted
+
+
+def test_survival_of_a_sequence_that_is_not_there_is_that_of_a_new_one() -> None:
+    book = AcceptanceBook(3)
+    feed(book, "good", [0.9, 0.9, 0.9], 300)
+    feed(book, "bad", [0.2, 0.2, 0.2], 300)
+    absent = book.chances(["good", "bad"], [0, 0]).of("new", 0)
+    assert list(absent) == pytest.approx(list(book.chances(["new"], [0]).survival[0]))
+    assert book.chances(["bad"], [0]).survival[0, 0] < absent[0] < book.chances(["good"], [0]).survival[0, 0]
+
+
+def test_what_becomes_of_a_sequence_counts_from_when_it_is_met() -> None:
+    for is_met in (False, True):
+        book = AcceptanceBook(2)
+        feed(book, "other", [0.9, 0.9], 100)
+        if is_met:
+            book.meet(["a"])
+        for _ in range(30):
+            book.observe([DraftOutcome("a", 2, 2, 0)])
+        assert bool(rates(book, "a")[0] < 0.3) is is_met
 
 
 def test_survival_never_rises_along_a_sequence() -> None:

@@ -41,6 +41,7 @@ def random_weights(target: TorchRunner) -> tuple[Weights, LlamaModel]:
             num_hidden_layers=1,
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
             rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         )
@@ -81,8 +82,8 @@ class MtpLayer:
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
-    def store(self, step: StepInput, hidden: Tensor) -> Tensor:
-        return self._queries(self._joined(step, hidden), step)
+    def store(self, step: StepInput, hidden: Tensor) -> None:
+        self._queries(self._joined(step, hidden), step)
 
     def run(self, step: StepInput, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         joined = self._joined(step, hidden)

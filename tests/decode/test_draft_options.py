@@ -61,6 +61,15 @@ def test_likelier_drafts_come_first() -> None:
     assert options.draft_lengths(options.best) == [2, 1]
 
 
+def test_least_chance_is_that_of_the_last_draft_that_is_taken() -> None:
+    """The second sequence's look-up needs no cap; with a cap of one the first has but one draft."""
+    survival = np.array([[0.9, 0.8], [0.85, 0.6]])
+    forecast = StepForecast(np.ones(5), np.zeros(3), np.zeros(3), np.ones(5), 0.05)
+    options = weigh(survival, [2, 2], [False, True], 4, forecast)
+    assert [options.least_chance((1, prefix)) for prefix in (1, 2, 3, 4)] == pytest.approx([0.9, 0.85, 0.85, 0.6])
+    assert [options.least_chance((2, prefix)) for prefix in (1, 2, 3, 4)] == pytest.approx([0.9, 0.85, 0.8, 0.6])
+
+
 def test_free_drafts_are_taken_where_no_drafter_would_pay() -> None:
     survival, dear = np.full((2, 2), 0.5), np.array([0.0, 9.0, 9.0])
     forecast = StepForecast(np.ones(5), dear, np.zeros(3), np.ones(5), 0.05)

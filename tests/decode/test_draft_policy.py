@@ -97,11 +97,36 @@ def test_decision_that_is_seldom_needed_stands_no_longer() -> None:
     assert policy.choose(demands([3]), 200, 100) is not other
 
 
-def test_decision_of_a_sequence_does_not_outlive_it() -> None:
-    policy = trained(DENSE, [0.9])
-    first = settled(policy)
-    policy.forget(["0"])
-    assert policy.choose(demands([7]), 200, 100) is not first
+def test_decision_outlives_a_few_of_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes instead gets at once what it is worth, and what becomes of its drafts is its own."""
+    policy = trained(DENSE, [0.9] * 12)
+    ids = [str(index) for index in range(12)]
+    for _ in range(100):
+        policy._standing.clear()
+        decision = policy.choose([DraftDemand(name, 7) for name in ids], 2400, 100)
+        if decision.is_settled:
+            break
+        observe(policy, decision, num_accepted=7)
+    policy.forget(["3", "7"])
+    ids = [name for name in ids if name not in ("3", "7")] + ["12", "13"]
+    monkeypatch.setattr(policy, "_decide", lambda *_: pytest.fail("decided anew"))
+    lengths = policy.choose([DraftDemand(name, 7) for name in ids], 2400, 100).draft_lengths
+    was = decision.draft_lengths
+    assert lengths[:10] == was[:3] + was[4:7] + was[8:]
+    assert lengths[10] > 0
+    assert "12" in policy.acceptance._slots
+
+
+def test_nobody_is_asked_where_no_draft_could_be_worth_it() -> None:
+    hopeless, hopeful = trained(SLOW_ROWS, [0.3] * 4), trained(DENSE, [0.3] * 4)
+    for policy in (hopeless, hopeful):
+        while not policy.choose(demands([7] * 4), 800, 100).is_settled:
+            observe(policy, replace(policy.choose(demands([7] * 4), 800, 100), draft_lengths=(0,) * 4))
+    decision = hopeless.standing(4)
+    assert decision is not None
+    assert (decision.draft_lengths, decision.reason) == ((0,) * 4, DraftReason.PLAIN_FASTEST)
+    assert hopeless.standing(5) is None
+    assert hopeful.standing(4) is None
 
 
 def test_another_situation_is_decided_for_itself() -> None:

@@ -169,6 +169,19 @@ def test_chunk_longer_than_a_piece(backend: str) -> None:
     close(torch.cat(found), case.expected(qkv), "float32")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_and_values_can_be_stored_without_queries(backend: str, dtype: str) -> None:
+    whole, without = Case(6, 2, 16, 4, dtype, backend), Case(6, 2, 16, 4, dtype, backend)
+    qkv, blocks = whole.sequence(30, seed=1)
+    whole.run([(qkv, 0, blocks)])
+    step = StepInput.of([Chunk([0] * 30, 0, blocks)], 4, without.frequencies)
+    queries = without.attention.store(1, qkv[:, 6:].flatten(1).contiguous(), step)
+    assert queries.shape == (30, 0, 16)
+    assert torch.equal(whole.cache.memory.nan_to_num(9.0), without.cache.memory.nan_to_num(9.0))  # NaN where none is
+    assert whole.cache.memory[1].isfinite().sum() == 30 * 2 * 2 * 16
+
+
 TREES: dict[str, tuple[int, ...]] = {
     "comb": (-1, -1, 0, 0, 2, 1, 4, -1),
     "siblings": (-1,) * 9,
