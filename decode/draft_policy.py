@@ -33,7 +33,7 @@ class PolicySettings:
     worth_trying: float = 0.03  # what a trial of another shape must be hoped to gain
     first_probe_wait: int = 16
     longest_probe_wait: int = 128
-    plain_every: int = 256  # steps
+    plain_share: float = 0.004  # of the time, lost to plain steps that show whether drafting still pays
     most_probes: int = 2  # per step
     first_steps: int = 64  # each of which is learnt from at once
     steps_together: int = 8  # later: learnt from so many at a time; a decision serves as many steps of its kind
@@ -164,8 +164,9 @@ class DraftPolicy:
 
     def _explore(self, options: DraftOptions, best: Choice, forecast: StepForecast) -> tuple[Choice, DraftReason]:
         """Another choice than the best if it has to be tried and may be."""
-        plain_is_old = self._step - self._plain_at >= self._settings.plain_every
-        if plain_is_old and self._budget.allows(0.0):  # loses less than a step, and so may overdraw
+        num_since_plain, loss = self._step - self._plain_at, 1.0 - float(options.rates[0, 0] / options.rates[best])
+        plain_is_old = num_since_plain >= max(self._settings.steps_together, loss / self._settings.plain_share)
+        if best[1] and plain_is_old and self._budget.allows(0.0):  # loses less than a step, and so may overdraw
             return (0, 0), DraftReason.TRY_PLAIN
         hoped = options.rates * (1.0 + forecast.doubt)[options.num_drafts]
         hopeful = options.highest(hoped)

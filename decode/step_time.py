@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.coverage import ExpertCoverage
-from decode.time_surface import Floats, TimeSurface
+from decode.time_surface import SETTLED, Floats, TimeSurface
 
 _KNEES = np.array([4.0, 8.0, 16.0, 32.0, 64.0, 128.0])
 _FLOOR_S = 1e-6
 _EXACT_ROWS, _ROWS_PER_OCTAVE, _MOST_ROWS = 16, 8, 4096
 _EXACT_SEQUENCES, _SEQUENCES_PER_OCTAVE, _MOST_SEQUENCES = 8, 4, 1024
 _UNSEEN_WEIGHT = 0.1  # in steps, of a time that nothing like it was measured of
+_DRIFT_RATE = 0.1  # of a step's error: what a virtual machine gets of its processors changes every few seconds
+_DRIFT_CLIP, _DRIFT_COUNT = 2.0, 4.0  # errors count up to so many noises; after so many steps of their kind a half
 _DRIFT_STEPS = 9
 _DRIFT_NOISES = 2.6  # median error of so many steps, in noise, that shows the machine itself to be slower: 5 sigma
 
@@ -113,10 +115,9 @@ class StepTime:
             group, longest, asked, draft_s / self.drift, ordinary_s
         ):
             return
-        error = self._verify.observe(group, cell, features, verify_s / self.drift)
-        self._draft.observe(group, longest, asked, draft_s / self.drift)
-        if error is not None:
-            self._follow_drift(error)
+        drift = self.drift
+        self._follow_drift(*self._verify.observe(group, cell, features, verify_s / drift))
+        self._draft.observe(group, longest, asked, draft_s / drift)
 
     def forecast(
         self, num_sequences: int, num_context_tokens: int, num_draft_tokens: int, longest_draft: int
@@ -156,7 +157,12 @@ class StepTime:
         np.maximum(num_rows[:, None] - _KNEES, 0.0, out=features[:, 4:])
         return features
 
-    def _follow_drift(self, error: float) -> None:
+    def _follow_drift(self, error: float, count: float) -> None:
+        """A little with every step, and at once where steps of settled kinds agree that it is much."""
+        most = _DRIFT_CLIP * self._verify.noise
+        self._log_drift += _DRIFT_RATE * count / (count + _DRIFT_COUNT) * max(-most, min(error, most))
+        if count < SETTLED:
+            return
         self._errors.append(error)
         limit = _DRIFT_NOISES * self._verify.noise
         if len(self._errors) == _DRIFT_STEPS and abs(statistics.median(self._errors)) > limit:

@@ -15,14 +15,15 @@ Floats = NDArray[np.float64]
 _MOST_COUNT = 64.0  # a cell's mean is over about so many steps
 _STALE_STEPS = 1000.0  # a cell not seen for so long counts half
 _FIRST_SHARE = 0.5  # that a cell's first step counts, which often is slower than those to come
-_SETTLED = 12.0  # steps after which a cell's mean says what to expect
+SETTLED = 12.0  # steps after which a cell's mean says what to expect
 _CLIP = 4.0  # in noise: a step that was disturbed counts as if it had been this much slower
 _FEW, _UNSETTLED_CLIP = 4.0, 2.0  # the same from a cell's fifth step on, in means: the first may be odd themselves
 _STALL, _MOST_STALLS = 3.0, 3  # a cell's first steps that took so many times what the fit says are left out, so many
 _DROP = 0.33  # a new cell's mean is forgotten if a step took so much less, and as many noises: its first one was odd
 _DROP_NOISES = 5.0
 _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.02
-_ROUGHNESS, _MOST_DOUBT = 0.05, 2.0  # how cells differ from the fit, about: with noise it takes steps to know that
+# How cells differ from the fit, about. With noise it takes steps to know that: more of them, since it lasts for some.
+_ROUGHNESS, _MOST_DOUBT = 0.02, 30.0
 _SWEEPS = 12
 _FIRST_STEPS, _REFIT_STEPS = 32, 8  # fitted after each of the first, then after each eighth
 _RIDGE = 1e-4
@@ -59,12 +60,13 @@ class TimeSurface:
         self._num_stalls[group, cell] += 1
         return True
 
-    def observe(self, group: int, cell: int, features: Floats, seconds: float) -> float | None:
-        """Takes one step in; returns by how much it missed its cell's mean (relative), None while that is unsettled."""
+    def observe(self, group: int, cell: int, features: Floats, seconds: float) -> tuple[float, float]:
+        """Takes one step in; returns by how much it missed its cell (relative), and on how many steps that rests."""
         count, mean = self._counts[group, cell], self._means[group, cell]
-        error = (seconds - mean) / max(mean, self._floor_s)
-        settled = bool(count >= _SETTLED)
-        if settled:
+        as_fitted = (self.fit(features) + self._floor_s) / (self.fit(self._features[group, cell]) + self._floor_s)
+        error = (seconds - mean * as_fitted) / max(mean * as_fitted, self._floor_s)
+        num_before = float(count)
+        if num_before >= SETTLED:
             self.noise += _NOISE_RATE * (max(_LEAST_NOISE, min(abs(error), _CLIP * self.noise)) - self.noise)
             seconds = min(seconds, mean + _CLIP * self.noise * max(mean, self._floor_s))
         elif error < -max(_DROP, _DROP_NOISES * self.noise):
@@ -79,7 +81,7 @@ class TimeSurface:
         self._num_steps += 1
         if self._num_steps <= _FIRST_STEPS or self._num_steps % _REFIT_STEPS == 0:
             self._refit()
-        return error if settled else None
+        return float(error), num_before
 
     def counts(self, group: int) -> Floats:
         """Steps each cell's mean rests on, less the longer they are ago, [C]."""

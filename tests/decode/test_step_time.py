@@ -104,14 +104,14 @@ def test_outliers_hardly_count() -> None:
         stall = 20.0 if step % 15 == 0 else 1.0  # the very first step among them
         observe(step_time, DENSE, 1, draws.choice([0, 3]), stall * draws.gauss(1.0, 0.03))
     seen = forecast(step_time, 1)
-    assert step_time.drift == 1.0
+    assert step_time.drift == pytest.approx(1.0, abs=0.1)
     for length in (0, 3):
         assert seen.verify_s[length] == pytest.approx(DENSE.verify_s([length], CONTEXT), rel=0.08)
 
 
 def test_noise_is_not_taken_for_a_slower_machine() -> None:
     step_time = trained(DENSE, [1], noise=0.2)
-    assert step_time.drift == 1.0
+    assert step_time.drift == pytest.approx(1.0, abs=0.15)
     seen = forecast(step_time, 1)
     for length in range(8):
         assert seen.verify_s[length] == pytest.approx(DENSE.verify_s([length], CONTEXT), rel=0.1)
