@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 _FIRST_ACCEPTANCE = 0.6  # of a drafter nobody has used yet
 _OWN_MEMORY = 0.99  # of a sequence, per step that looked at the position
-_POOL_MEMORY = 0.997
+_POOL_MEMORY = 0.997  # of all, per draft that looked at it: many at once tell as much of what there is by now
 _UNSEEN_MEMORY = 0.995  # of positions that a step did not reach: they slowly become like the one before, and are tried
 _PRIOR_COUNT = 20.0  # drafts of its own after which a sequence counts as much as what others say of it
 _LEAST_PRIOR_COUNT = 4.0  # the same, where there are no others
@@ -154,7 +154,7 @@ class AcceptanceBook:
         for grade in set(grades.tolist()):
             num_steps = len({step for step, outcome in drafts if outcome.grade == grade})
             of_grade = new[:, grades == grade].sum(axis=1)
-            memory = np.where(of_grade[0] > 0.0, _POOL_MEMORY, _UNSEEN_MEMORY) ** num_steps
+            memory = np.where(of_grade[0] > 0.0, _POOL_MEMORY ** of_grade[0], _UNSEEN_MEMORY**num_steps)
             self._pool[:, grade] = self._pool[:, grade] * memory + of_grade
             self._shares[:, :, grade] *= memory
         known = [index for index, outcome in enumerate(outcomes) if outcome.sequence_id in self._slots]
