@@ -211,7 +211,12 @@ def test_drafts_where_it_pays_and_forecasts_the_speedup() -> None:
 
 def test_short_of_budget_the_likely_drafts_are_kept() -> None:
     policy = trained(DENSE, [0.1, 0.9], 400)
-    assert policy.choose(demands([7, 7]), 400, 2).draft_lengths == (0, 2)
+    for _ in range(20):
+        decision = policy.choose(demands([7, 7]), 400, 2)
+        if decision.reason is DraftReason.FASTEST:
+            break
+        observe(policy, decision)  # something was tried
+    assert decision.draft_lengths == (0, 2)
 
 
 def test_trials_stay_within_their_share_of_the_time() -> None:
