@@ -33,6 +33,7 @@ class DraftOptions:
     rates: Floats  # tokens per second
     num_drafts: NDArray[np.intp]  # an index into the forecast
     _owners: NDArray[np.intp]  # [M], sequence of each draft
+    _likely: Floats  # [M], that each stands: the likeliest first
     _least_caps: NDArray[np.intp]  # [M], under which each may be had
     _num_sequences: int
 
@@ -47,8 +48,7 @@ class DraftOptions:
     def least_chance(self, choice: Choice) -> float:
         """That the least likely of its drafts, of which there must be some, stands."""
         cap, prefix = choice
-        gains = np.diff(self.num_tokens[cap, : prefix + 1])
-        return float(gains[self._least_caps[:prefix] <= cap].min())
+        return float(self._likely[:prefix][self._least_caps[:prefix] <= cap][-1])
 
     def draft_lengths(self, choice: Choice) -> list[int]:
         """Drafts per sequence, [B]."""
@@ -89,4 +89,4 @@ def weigh(
     rates = num_tokens / seconds
     if num_spare_tokens < len(order):
         rates[num_drafts > num_spare_tokens] = 0.0
-    return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, least_caps, num_sequences)
+    return DraftOptions(num_tokens, seconds, rates, num_drafts, owners, gains[1:], least_caps, num_sequences)

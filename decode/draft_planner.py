@@ -98,7 +98,7 @@ class AdaptiveDrafts:
             self._asked = {}  # of a step that failed nothing is learnt
             return []
         self._num_context_tokens = sum(each.sequence.num_tokens for each in decoding)
-        decision = self.policy.standing(len(decoding))
+        decision = self.policy.choose_unasked(len(decoding))
         if decision is not None:  # nobody need be asked
             return self._decided(decoding, decision)
         demands = [demand_of(each, self._longest_draft, self._max_context_tokens, self._outlook) for each in decoding]

@@ -59,9 +59,9 @@ class DraftPolicy:
         self._unlearnt: list[tuple[DraftDecision, StepOutcome]] = []
         self._standing = StandingDecisions(self._settings.steps_together, self._settings.longest_standing)
 
-    def standing(self, num_sequences: int) -> DraftDecision | None:
-        """What to do in a step of so many sequences whatever they could draft, if that is known."""
-        return self._standing.find_final(num_sequences)
+    def choose_unasked(self, num_sequences: int) -> DraftDecision | None:
+        """What `choose` would say of so many sequences whatever they could draft, if that is known."""
+        return self._standing.find_unasked(num_sequences)
 
     def choose(self, demands: Sequence[DraftDemand], num_context_tokens: int, num_spare_tokens: int) -> DraftDecision:
         """`num_context_tokens`: of all sequences. `num_spare_tokens`: of the step, beside one token per sequence."""
@@ -69,11 +69,11 @@ class DraftPolicy:
         reason = self._reason_for_none(situation)
         if reason is not None:
             return DraftDecision((0,) * len(demands), reason)
-        standing = self._standing.find(situation)
-        if standing is None:
+        decision = self._standing.find(situation)
+        if decision is None:
             return self._decide(situation, num_context_tokens)
         self.acceptance.meet(demand.sequence_id for demand in demands)
-        return standing
+        return decision
 
     def _decide(self, situation: Situation, num_context_tokens: int) -> DraftDecision:
         demands, limits, num_spare = situation.demands, situation.limits, situation.num_spare_tokens
@@ -220,7 +220,8 @@ class DraftPolicy:
 
 def _terms(chances: Chances, forecast: StepForecast, options: DraftOptions, best: Choice) -> Terms:
     """Times of steps that differ by a row may be told wrong: a draft costs what the steepest way to one of the next
-    sizes does, and none can be worth one only if that holds for the flattest way to any size."""
+    sizes does. None can pay if the likeliest is worth less than the flattest way to any size, as far as there are any.
+    """
     cap, num_drafts = best[0], int(options.num_drafts[best])
     rate = options.rates[best]
     more = np.arange(1, forecast.most_drafts - num_drafts + 1)
@@ -228,7 +229,8 @@ def _terms(chances: Chances, forecast: StepForecast, options: DraftOptions, best
     row_cost = float(row_costs[:_ROWS_AHEAD].max(initial=0.0))
     longer = max(cap, 1)
     draft_s = forecast.draft_s[longer] + forecast.draft_token_s[longer] - forecast.draft_s[cap]
-    likeliest = float(chances.by_grade[..., 0].max(initial=0.0))
+    likeliest = float(chances.by_grade[..., 0].max())
+    reaches_all = forecast.most_drafts >= chances.survival.size
     return Terms(
         chances,
         forecast,
@@ -238,7 +240,7 @@ def _terms(chances: Chances, forecast: StepForecast, options: DraftOptions, best
         draft_cost=row_cost + max(0.0, float(draft_s * rate)),
         free_draft_cost=row_cost,
         price=options.least_chance(best) if num_drafts else row_cost,
-        is_final=not num_drafts and likeliest < float(row_costs.min()),
+        none_pays=not num_drafts and reaches_all and likeliest < float(row_costs.min()),
     )
 
 

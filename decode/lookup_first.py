@@ -91,23 +91,8 @@ def _is_trusted(lookup: Outlook) -> bool:
 
 
 def _for_lookup(chunk: Chunk) -> Chunk:
-    return _with_state(chunk, _state(chunk.drafting).lookup)
+    return chunk.with_state(_state(chunk.drafting).lookup)
 
 
 def _for_other(chunk: Chunk) -> Chunk:
-    return _with_state(chunk, _state(chunk.drafting).other)
-
-
-def _with_state(chunk: Chunk, drafting: DraftingState) -> Chunk:
-    """Field by field: of every chunk of every step, and `dataclasses.replace` takes twice as long."""
-    return Chunk(
-        chunk.token_ids,
-        chunk.start,
-        chunk.block_ids,
-        chunk.sampling,
-        chunk.history,
-        chunk.num_prompt_tokens,
-        chunk.num_draft_tokens,
-        drafting,
-        chunk.parents,
-    )
+    return chunk.with_state(_state(chunk.drafting).other)

@@ -1,8 +1,8 @@
 """Decisions that stand: to decide takes long beside a short step, so that one serves some steps.
 
 Steps of the same situation get it as it was made. Where a few of many sequences have other offers than then, as
-look-ups come and go, or are new, those alone draft what is worth its price: what one draft more costs, in tokens that
-are emitted meanwhile.
+look-ups come and go, or are new, those alone draft what is worth its price, as long as that is expected to be faster
+than no drafts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Situation:
 
     @property
     def most_changed(self) -> int:
-        """Sequences that may demand something else for prices to hold."""
+        """Sequences that may demand something else for prices to hold: forecasts reach as far as that takes."""
         num_sequences = len(self.demands)
         return int(_MOST_CHANGED * num_sequences) if num_sequences >= MANY_SEQUENCES else 0
 
@@ -45,9 +45,10 @@ class Situation:
 class Terms:
     """What a decision is made on, enough to make it anew for other drafts or, at its price, for other offers.
 
-    `cap`: drafts that a sequence has at most, if they take the drafter time. Costs are those of one draft more, in
-    tokens that the fastest choice emits meanwhile: so they are the chance that it has to have. `price`: the chance that
-    drafts within the cap have to have. `is_final`: nobody's offer could be worth a draft.
+    `cap`: drafts that a sequence has at most, if they take the drafter time. `draft_cost`, `free_draft_cost`: of one
+    more than was chosen, in tokens that the fastest choice emits meanwhile. `price`: the chance that drafts must have
+    for a step like that: that of the least likely one which is, or such a cost if none is. `none_pays`: no offer
+    of any sequence could be worth a draft.
     """
 
     chances: Chances
@@ -58,7 +59,7 @@ class Terms:
     draft_cost: float
     free_draft_cost: float
     price: float
-    is_final: bool
+    none_pays: bool
 
     def decision(
         self,
@@ -70,12 +71,13 @@ class Terms:
         """Other demands than it was made for are fine, of as many sequences."""
         asked = [length for length, demand in zip(lengths, demands, strict=True) if not demand.outlook.is_free]
         draft_s = self.forecast.drafting_s(max(asked, default=0), sum(asked))
-        stand = (self._survival(each)[:length].sum() for each, length in zip(demands, lengths, strict=True) if length)
+        pairs = zip(demands, lengths, strict=True)
+        num_accepted = sum(float(self._survival(demand)[:length].sum()) for demand, length in pairs if length)
         return DraftDecision(
             tuple(lengths),
             reason,
             probed_ids,
-            num_expected_tokens=len(lengths) + float(sum(stand)),
+            num_expected_tokens=len(lengths) + num_accepted,
             expected_s=float(self.forecast.verify_s[sum(lengths)]) + draft_s,
             plain_s=self.forecast.plain_s,
             best_num_tokens=self.best_num_tokens,
@@ -105,7 +107,7 @@ class _Standing:
     ends_at: int
 
     def at_its_price(self, situation: Situation) -> DraftDecision | None:
-        """Of other demands; None if they are too different."""
+        """Of other demands. None if they are too different, want too much, or would lose by it."""
         if len(self.situation.demands) != len(situation.demands):
             return None
         before = dict(zip(self.situation.demands, self.decision.draft_lengths, strict=True))
@@ -118,7 +120,8 @@ class _Standing:
         if sum(lengths) > min(situation.num_spare_tokens, self.terms.forecast.most_drafts):
             return None
         reason = DraftReason.FASTEST if any(lengths) else DraftReason.PLAIN_FASTEST
-        return self.terms.decision(situation.demands, lengths, reason)
+        decision = self.terms.decision(situation.demands, lengths, reason)
+        return decision if decision.expected_speedup >= 1.0 or not any(lengths) else None
 
 
 class StandingDecisions:
@@ -127,41 +130,46 @@ class StandingDecisions:
     def __init__(self, num_steps: int, longest: int) -> None:
         self._num_steps = num_steps
         self._longest = longest
-        self._standing: dict[Situation, _Standing] = {}
+        self._by_situation: dict[Situation, _Standing] = {}
         self._latest: _Standing | None = None
         self._num_observed = 0
 
     def add(self, situation: Situation, decision: DraftDecision, terms: Terms) -> None:
         """It serves the step it was made for, and some more."""
-        self._standing = {kind: each for kind, each in self._standing.items() if each.ends_at > self._num_observed}
+        self._by_situation = {
+            kind: each for kind, each in self._by_situation.items() if each.ends_at > self._num_observed
+        }
         ends_at = self._num_observed + self._longest
         self._latest = _Standing(situation, decision, terms, self._num_steps - 1, ends_at)
-        self._standing[situation] = self._latest
+        self._by_situation[situation] = self._latest
 
-    def find_final(self, num_sequences: int) -> DraftDecision | None:
+    def find_unasked(self, num_sequences: int) -> DraftDecision | None:
         """One that serves this step of so many sequences whatever they offer: that nobody drafts."""
         latest = self._latest
-        if latest is None or not latest.terms.is_final or len(latest.situation.demands) != num_sequences:
+        if latest is None or not latest.terms.none_pays or len(latest.situation.demands) != num_sequences:
             return None
-        return self._served(latest, latest.decision)
+        if not self._is_good(latest):
+            return None
+        latest.num_steps_left -= 1
+        return latest.decision
 
     def find(self, situation: Situation) -> DraftDecision | None:
         """One that serves this step."""
-        same = self._standing.get(situation)
-        if same is not None:
-            return self._served(same, same.decision)
-        return None if self._latest is None else self._served(self._latest, self._latest.at_its_price(situation))
-
-    def _served(self, standing: _Standing, decision: DraftDecision | None) -> DraftDecision | None:
-        if decision is None or standing.num_steps_left <= 0 or standing.ends_at <= self._num_observed:
+        same = self._by_situation.get(situation)
+        standing = same or self._latest
+        if standing is None or not self._is_good(standing):
             return None
-        standing.num_steps_left -= 1
+        decision = same.decision if same else standing.at_its_price(situation)
+        standing.num_steps_left -= decision is not None
         return decision
+
+    def _is_good(self, standing: _Standing) -> bool:
+        return standing.num_steps_left > 0 and standing.ends_at > self._num_observed
 
     def observed(self) -> None:
         """A step has ended."""
         self._num_observed += 1
 
     def clear(self) -> None:
-        self._standing.clear()
+        self._by_situation.clear()
         self._latest = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.coverage import ExpertCoverage
-from decode.time_surface import SETTLED, Floats, TimeSurface
+from decode.time_surface import CLIP, SETTLED, Floats, TimeSurface
 
 _KNEES = np.array([4.0, 8.0, 16.0, 32.0, 64.0, 128.0])
 _FLOOR_S = 1e-6
@@ -23,7 +23,8 @@ _EXACT_ROWS, _ROWS_PER_OCTAVE, _MOST_ROWS = 16, 8, 4096
 _EXACT_SEQUENCES, _SEQUENCES_PER_OCTAVE, _MOST_SEQUENCES = 8, 4, 1024
 _UNSEEN_WEIGHT = 0.1  # in steps, of a time that nothing like it was measured of
 _DRIFT_RATE = 0.1  # of a step's error: what a virtual machine gets of its processors changes every few seconds
-_DRIFT_CLIP, _DRIFT_COUNT = 2.0, 4.0  # errors count up to so many noises; after so many steps of their kind a half
+_DRIFT_COUNT = 4.0  # steps of a kind after which its errors count half
+_MOST_LOG_DRIFT = math.log(1000.0)
 _DRIFT_STEPS = 9
 _DRIFT_NOISES = 2.6  # median error of so many steps, in noise, that shows the machine itself to be slower: 5 sigma
 
@@ -159,8 +160,9 @@ class StepTime:
 
     def _follow_drift(self, error: float, count: float) -> None:
         """A little with every step, and at once where steps of settled kinds agree that it is much."""
-        most = _DRIFT_CLIP * self._verify.noise
-        self._log_drift += _DRIFT_RATE * count / (count + _DRIFT_COUNT) * max(-most, min(error, most))
+        most = CLIP * self._verify.noise  # as for the means: with another clip slow steps would drive the two apart
+        change = _DRIFT_RATE * count / (count + _DRIFT_COUNT) * min(error, most)
+        self._log_drift = max(-_MOST_LOG_DRIFT, min(self._log_drift + change, _MOST_LOG_DRIFT))
         if count < SETTLED:
             return
         self._errors.append(error)

@@ -16,7 +16,7 @@ _MOST_COUNT = 64.0  # a cell's mean is over about so many steps
 _STALE_STEPS = 1000.0  # a cell not seen for so long counts half
 _FIRST_SHARE = 0.5  # that a cell's first step counts, which often is slower than those to come
 SETTLED = 12.0  # steps after which a cell's mean says what to expect
-_CLIP = 4.0  # in noise: a step that was disturbed counts as if it had been this much slower
+CLIP = 4.0  # in noise: a step that was disturbed counts as if it had been this much slower
 _FEW, _UNSETTLED_CLIP = 4.0, 2.0  # the same from a cell's fifth step on, in means: the first may be odd themselves
 _STALL, _MOST_STALLS = 3.0, 3  # a cell's first steps that took so many times what the fit says are left out, so many
 _DROP = 0.33  # a new cell's mean is forgotten if a step took so much less, and as many noises: its first one was odd
@@ -67,8 +67,8 @@ class TimeSurface:
         error = (seconds - mean * as_fitted) / max(mean * as_fitted, self._floor_s)
         num_before = float(count)
         if num_before >= SETTLED:
-            self.noise += _NOISE_RATE * (max(_LEAST_NOISE, min(abs(error), _CLIP * self.noise)) - self.noise)
-            seconds = min(seconds, mean + _CLIP * self.noise * max(mean, self._floor_s))
+            self.noise += _NOISE_RATE * (max(_LEAST_NOISE, min(abs(error), CLIP * self.noise)) - self.noise)
+            seconds = min(seconds, mean + CLIP * self.noise * max(mean, self._floor_s))
         elif error < -max(_DROP, _DROP_NOISES * self.noise):
             count = 0.0
         elif count >= _FEW:

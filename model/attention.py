@@ -36,7 +36,7 @@ class AttentionBackend(Protocol):
     def store(self, layer: int, qkv: Tensor, step: StepInput) -> Tensor:
         """Rotates queries and keys of [T, (Q + 2 H) D], stores keys and values, returns queries [T, Q, D].
 
-        Queries may be left out; then none are returned.
+        Queries may be left out; then none are returned. ValueError may say that a row is of another width.
         """
         ...
 

@@ -129,6 +129,7 @@ class EightBitBackend(KernelBackend):
         self._dtype, self._library, self.name = sixteen_bit._dtype, sixteen_bit._library, sixteen_bit.name
         self._sixteen_bit = sixteen_bit
         self._arena = huge_pages.Arena(_EIGHT_BIT_PIECE_BYTES)
+        self._copies: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
 
     def placed_bytes(self, weight: Tensor) -> int:
         num_rows, num_inputs = weight.shape if weight.ndim == 2 else (0, 0)  # others are not copied
@@ -151,7 +152,11 @@ class EightBitBackend(KernelBackend):
         return self
 
     def _in_eight_bits(self, weight: Tensor) -> Tensor:
-        return self._arena.copied(eight_bit_rows(weight))
+        """One copy of each weight, however many products it is part of."""
+        key = weight.data_ptr(), tuple(weight.shape)
+        if key not in self._copies:  # with the weight itself: what has its address later is not it
+            self._copies[key] = weight, self._arena.copied(eight_bit_rows(weight))
+        return self._copies[key][1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ class KernelAttention:
     def store(self, layer: int, qkv: Tensor, step: StepInput) -> Tensor:
         num_heads, num_kv_heads, head_dim, block_size = self._shape
         num_queries = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        if num_queries not in (0, num_heads):  # the kernels would read what is behind it
+        if qkv.shape[1] % head_dim or num_queries not in (0, num_heads):  # the kernels would read what is behind it
             raise ValueError(f"{qkv.shape[1]} numbers a token are no queries, keys and values of {self._shape[:3]}")
         queries = qkv.new_empty(step.num_tokens, num_queries, head_dim)
         angles = step.cosines.data_ptr(), step.sines.data_ptr()

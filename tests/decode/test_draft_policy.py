@@ -124,11 +124,11 @@ def test_nobody_is_asked_where_no_draft_could_be_worth_it() -> None:
         policy._standing.clear()
         while not policy.choose(demands([7] * 4), 800, 100).is_settled:
             observe(policy, replace(policy.choose(demands([7] * 4), 800, 100), draft_lengths=(0,) * 4))
-    decision = hopeless.standing(4)
+    decision = hopeless.choose_unasked(4)
     assert decision is not None
     assert (decision.draft_lengths, decision.reason) == ((0,) * 4, DraftReason.PLAIN_FASTEST)
-    assert hopeless.standing(5) is None
-    assert hopeful.standing(4) is None
+    assert hopeless.choose_unasked(5) is None
+    assert hopeful.choose_unasked(4) is None
 
 
 def test_another_situation_is_decided_for_itself() -> None:

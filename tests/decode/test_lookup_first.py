@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from decode.lookup_first import LookupFirst
 from decode.ngram import INDEXED_AT_A_QUESTION
 from decode.outlook import Outlook
 from model.runner import Chunk, DraftingState
+from model.sampling_params import SamplingParams
 from model.transformer import ForwardOutput
 
 REPEATING = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4]  # four tokens that stood there before
@@ -89,6 +91,17 @@ def test_the_other_is_told_of_every_step_and_hands_over_what_it_knows() -> None:
     drafter.restore(arrived, 5, state)
     assert drafter.export(arrived) == state
     assert (drafter.name, drafter.num_layers, drafter.taps) == ("other", 1, (0, 1))
+
+
+def test_chunk_with_another_state_is_the_same_otherwise() -> None:
+    """Every field of it, whatever a chunk will have."""
+    whole, state = chunk(NEW), DraftingState()
+    whole = replace(whole, num_prompt_tokens=3, parents=(-1,), sampling=SamplingParams(4))
+    names = {field.name for field in fields(Chunk)}
+    assert all(getattr(whole, name) != getattr(Chunk((), 0, ()), name) for name in names)
+    other = whole.with_state(state)
+    assert other.drafting is state
+    assert other == replace(whole, drafting=state)
 
 
 def test_failure_of_the_other_ends_drafting_for_its_sequence() -> None:

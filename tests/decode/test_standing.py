@@ -21,7 +21,13 @@ REST = (GUESS,) * 6  # of a batch of eight
 
 
 def terms(
-    num_sequences: int, cap: int = 1, price: float = 0.35, most_drafts: int = 100, *, is_final: bool = False
+    num_sequences: int,
+    cap: int = 1,
+    price: float = 0.35,
+    most_drafts: int = 100,
+    row_s: float = 0.2,
+    *,
+    none_pays: bool = False,
 ) -> Terms:
     by_grade = np.zeros((num_sequences + 1, 4, LONGEST))
     for grade, survival in SURVIVAL.items():
@@ -29,7 +35,7 @@ def terms(
     by_grade[-1] *= OF_NEW_ONES
     rows = {str(index): index for index in range(num_sequences)}
     forecast = StepForecast(
-        verify_s=10.0 + np.arange(most_drafts + 1.0),
+        verify_s=10.0 + row_s * np.arange(most_drafts + 1.0),
         draft_s=np.arange(LONGEST + 1.0) * 0.5,
         draft_token_s=np.full(LONGEST + 1, 0.01),
         num_seen=np.ones(most_drafts + 1),
@@ -45,7 +51,7 @@ def terms(
         draft_cost=0.9,
         free_draft_cost=0.7,
         price=price,
-        is_final=is_final,
+        none_pays=none_pays,
     )
 
 
@@ -105,7 +111,7 @@ def test_forecast_of_another_offer_is_made_for_it() -> None:
     assert decision is not None
     assert decision.num_expected_tokens == pytest.approx(8 + 0.8 + 0.6 + 0.4 + 0.5 + 0.5)
     assert decision.expected_draft_s == pytest.approx(0.5 + 2 * 0.01)  # a look-up takes none
-    assert decision.expected_s == pytest.approx(10.0 + 5 + 0.52)
+    assert decision.expected_s == pytest.approx(10.0 + 5 * 0.2 + 0.52)
     assert (decision.plain_s, decision.reason) == (10.0, DraftReason.FASTEST)
 
 
@@ -134,6 +140,23 @@ def test_prices_hold_for_a_few_of_many_within_the_room() -> None:
     assert not served([FREE, *REST])  # one has left
     assert served([FREE, FREE, *REST], spare=8) and not served([FREE, FREE, *REST], spare=7)
     assert served([FREE, FREE, *REST], most_drafts=8) and not served([FREE, FREE, *REST], most_drafts=7)
+
+
+def test_prices_do_not_hold_where_drafting_would_lose() -> None:
+    """With 0.8 + 0.6 + 0.4 for each of four, 15.2 tokens take 10 s and 12 rows; 8 take 10 s."""
+    offers = [FREE] * 4 + [NOTHING] * 4
+    for row_s, length in ((0.74, 3), (0.76, None)):
+        served = found(standing([NOTHING] * 8, [0] * 8, terms(8, row_s=row_s)), offers)
+        assert served == (None if length is None else (3, 3, 3, 3, 0, 0, 0, 0))
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    decisions, made_on = standing([GUESS], [1]), terms(1)
+    for most in range(9):
+        decisions.observed()
+        other = Situation.of([DraftDemand("0", most, FREE)], LONGEST, 100)
+        decisions.add(other, made_on.decision(other.demands, [0], DraftReason.PLAIN_FASTEST), made_on)
+    assert len(decisions._by_situation) <= 5
 
 
 def test_few_sequences_are_decided_on_anew() -> None:
@@ -166,8 +189,8 @@ def test_several_kinds_of_steps_stand_side_by_side() -> None:
     assert found(decisions, [GUESS]) is None and found(decisions, [FREE]) is None
 
 
-def test_final_decision_serves_as_many_sequences_unasked() -> None:
-    decisions = standing([GUESS] * 8, [0] * 8, terms(8, is_final=True))
-    assert decisions.find_final(7) is None
-    assert [decisions.find_final(8) is not None for _ in range(3)] == [True, True, False]
-    assert standing([GUESS] * 8, [0] * 8).find_final(8) is None
+def test_decision_that_none_pays_serves_as_many_sequences_unasked() -> None:
+    decisions = standing([GUESS] * 8, [0] * 8, terms(8, none_pays=True))
+    assert decisions.find_unasked(7) is None
+    assert [decisions.find_unasked(8) is not None for _ in range(3)] == [True, True, False]
+    assert standing([GUESS] * 8, [0] * 8).find_unasked(8) is None

@@ -117,6 +117,17 @@ def test_noise_is_not_taken_for_a_slower_machine() -> None:
         assert seen.verify_s[length] == pytest.approx(DENSE.verify_s([length], CONTEXT), rel=0.1)
 
 
+def test_slow_steps_now_and_then_do_not_drive_the_machine_away() -> None:
+    """Of a kind of steps that is run for long; what was learnt of another before is still true."""
+    step_time, draws = trained(DENSE, [1]), random.Random(4)
+    before = forecast(step_time, 1).plain_s
+    for _ in range(8000):
+        stall = 2.0 if draws.random() < 0.05 else 1.0
+        observe(step_time, DENSE, 1, 3, stall * draws.gauss(1.0, 0.05))
+    assert step_time.drift == pytest.approx(1.0, abs=0.1)
+    assert forecast(step_time, 1).plain_s == pytest.approx(before, rel=0.1)
+
+
 def test_slower_machine_slows_every_forecast() -> None:
     """Only drafted steps are measured while it is slower; the plain step's forecast follows."""
     step_time, draws = trained(DENSE, [1]), random.Random(6)

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from decode.acceptance import DraftOutcome
+from decode.acceptance import Chances, DraftOutcome
 from decode.draft_decision import DraftReason
 from decode.draft_options import DraftOptions, weigh
-from decode.draft_policy import DraftPolicy
+from decode.draft_policy import DraftPolicy, _terms
 from decode.exploration import ExplorationBudget
 from decode.outlook import ANYTHING, NOTHING, Outlook
+from decode.standing import Terms
 from decode.step_time import StepForecast
 from tests.decode.simulated_hardware import Hardware, Simulation
 from tests.decode.test_standing import situation, terms
@@ -107,3 +108,34 @@ def still_stands(num_sequences: int, num_accepted: int) -> bool:
 def test_success_of_a_probe_is_followed_up_at_once_in_a_small_batch() -> None:
     assert still_stands(2, num_accepted=0) and not still_stands(2, num_accepted=1)
     assert still_stands(8, num_accepted=0) and still_stands(8, num_accepted=1)
+
+
+def made_on(verify_s: Sequence[float], survival: Sequence[float], others: float, limit: int = 3) -> Terms:
+    """Of one sequence that drafts in grade 0. Those of other grades and of new sequences stand with chance `others`."""
+    by_grade = np.full((2, 4, 3), others)
+    by_grade[0, 0] = survival
+    seen = StepForecast(np.array(verify_s), np.array([0, 0.1, 0.3, 0.5]), np.zeros(4), np.ones(len(verify_s)), 0.02)
+    options = weigh(by_grade[:1, 0], [limit], [False], limit, seen)
+    return _terms(Chances(by_grade[:1, 0], by_grade[:1, 0], by_grade, {"a": 0}), seen, options, options.best)
+
+
+def test_terms_of_a_decision_that_drafts() -> None:
+    """1.9 tokens in 1.1 s are best; the second draft's row takes 0.5 s, the third's nothing, and either 0.2 s more."""
+    terms_ = made_on([1.0, 1.0, 1.5, 1.5], [0.9, 0.3, 0.1], others=0.5)
+    assert terms_.cap == 1
+    assert [terms_.best_num_tokens, terms_.best_s] == pytest.approx([1.9, 1.1])
+    assert terms_.price == pytest.approx(0.9)
+    assert terms_.free_draft_cost == pytest.approx(0.5 * 1.9 / 1.1)  # the steepest way: both rows are 0.25 s each
+    assert terms_.draft_cost == pytest.approx(0.5 * 1.9 / 1.1)  # no longer than the longest
+    assert not terms_.none_pays
+
+
+def test_terms_of_a_decision_that_does_not_draft() -> None:
+    """A row costs 0.9 s, two 0.8 s each and three 0.7 s each: no draft could pay that stands in two of three cases."""
+    verify_s = [1.0, 1.9, 2.6, 3.1]
+    terms_ = made_on(verify_s, [0.3, 0.1, 0.1], others=0.65)
+    assert terms_.cap == 0
+    assert [terms_.price, terms_.free_draft_cost, terms_.draft_cost] == pytest.approx([0.9, 0.9, 1.0])
+    assert terms_.none_pays
+    assert not made_on(verify_s, [0.3, 0.1, 0.1], others=0.75).none_pays  # another grade's, or a new sequence's
+    assert not made_on(verify_s[:3], [0.3, 0.1, 0.1], others=0.65, limit=2).none_pays  # more rows might be cheaper

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.backend import TorchBackend
+from model.huge_pages import Arena
 from model.kernel_backend import SIXTEEN_BIT_TOKENS, KernelBackend, MixedBackend
 from model.moe import Expert
 
@@ -74,3 +75,23 @@ def test_others_guess_as_they_compute() -> None:
 def test_memory_of_copies_is_counted(backend: KernelBackend) -> None:
     weight = torch.zeros(8, 100, dtype=torch.bfloat16)
     assert (backend.placed_bytes(weight), backend.for_drafts().placed_bytes(weight)) == (1600, 1600 + 8 * 104)
+
+
+def test_a_weight_is_copied_once(backend: KernelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys' and values' are read with queries' and without; another weight at an address of before is another."""
+    drafts, copied, num_copies = backend.for_drafts(), Arena.copied, 0
+
+    def counted(arena: Arena, tensor: Tensor) -> Tensor:
+        nonlocal num_copies
+        num_copies += 1
+        return copied(arena, tensor)
+
+    monkeypatch.setattr(Arena, "copied", counted)
+    first, second = random(8, 64, seed=1).bfloat16(), random(8, 64, seed=2).bfloat16()
+    both, one = drafts.linear([first, second], [None, None]), drafts.linear([second], [None])
+    x = random(1, 64, seed=3)
+    assert torch.equal(both(x)[:, 8:], one(x))
+    assert num_copies == 2
+    for seed in range(20):
+        weight = random(8, 64, seed=seed).bfloat16()
+        assert relative_error(drafts.linear([weight], [None])(x), x.double() @ weight.double().T) < 0.05
