@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.eagle_training import Batch
 from decode.head_data import HeadData
+from decode.muon import Muon
 
 Losses = Callable[[Batch], tuple[list[Tensor], list[Tensor]]]
 """Of one batch, by position in the draft: losses, and the share accepted up to there."""
@@ -34,6 +34,11 @@ class TrainingOptions:
     checkpoint_every: int = 50
     max_tokens: int = 512  # of an example; the rest is left out
     seed: int = 0
+
+
+def precision() -> torch.dtype:
+    """What products are computed in: bfloat16, unless this CPU has none and torch's take fifty times as long."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 class CheckpointMismatch(ValueError):
@@ -86,8 +91,8 @@ def collate(data: HeadData, indexes: Sequence[int], max_tokens: int) -> Batch:
         learns.append(mask[:max_tokens])
     return Batch(
         token_ids=pad_sequence([e.token_ids[:max_tokens] for e in examples], batch_first=True),
-        features=pad_sequence([e.features[:max_tokens] for e in examples], batch_first=True),
-        hidden=pad_sequence([e.hidden[:max_tokens] for e in examples], batch_first=True),
+        features=pad_sequence([e.features[:max_tokens] for e in examples], batch_first=True).to(precision()),
+        hidden=pad_sequence([e.hidden[:max_tokens] for e in examples], batch_first=True).to(precision()),
         learns=pad_sequence(learns, batch_first=True),
     )
 
@@ -102,7 +107,7 @@ def train(
     report: Callable[[Progress], None],
     inputs: Mapping[str, str | int] | None = None,
 ) -> None:
-    """Trains in bfloat16 on float32 parameters, and goes on from `checkpoint` if there is one.
+    """Trains float32 parameters, and goes on from `checkpoint` if there is one. `precision` is that of the products.
 
     `inputs` say by what name and value the rest is known that decides what is learnt: the target, its taps, the draft
     vocabulary, the passes.
@@ -118,7 +123,7 @@ def train(
             break
         for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
             group["lr"] = options.learning_rate * _schedule(step, options)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision() is torch.bfloat16):
             by_position, accepted = losses(batch)
             weights = [options.later_weight**position for position in range(len(by_position))]
             loss = torch.stack([w * each for w, each in zip(weights, by_position, strict=True)]).sum() / sum(weights)
@@ -138,7 +143,7 @@ def held_out(losses: Losses, data: HeadData, indexes: Sequence[int], options: Tr
     """Loss and acceptance over examples that were never trained on, each batch weighted alike."""
     found = []
     for group in _groups(data, indexes, options):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision() is torch.bfloat16):
             by_position, accepted = losses(collate(data, group, options.max_tokens))
         found.append(torch.stack([torch.stack(by_position).float(), torch.stack(accepted).float()]))
     loss, acceptance = torch.stack(found).mean(0)
@@ -153,11 +158,10 @@ def _schedule(step: int, options: TrainingOptions) -> float:
 
 
 def _optimizers(module: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
-    """Muon for matrices (Jordan et al., 2024; scaled as in arXiv 2502.16982), AdamW for the rest."""
+    """Muon for matrices, AdamW for the rest, at the same rate."""
     matrices = [each for each in module.parameters() if each.ndim == 2]
     vectors = [each for each in module.parameters() if each.ndim != 2]
-    like_adamw: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}  # the same rate for both
-    muon = torch.optim.Muon(matrices, options.learning_rate, **like_adamw)
+    muon = Muon(matrices, options.learning_rate, dtype=precision())
     return [muon, torch.optim.AdamW(vectors, options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
 
 

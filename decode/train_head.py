@@ -26,7 +26,7 @@ from decode.draft_head import CARD, WEIGHTS, DraftHead, HeadCard, HeadUnusable
 from decode.eagle_training import EagleModule, eagle_losses
 from decode.generations import Generation, NoPrompts
 from decode.head_data import HeadData
-from decode.head_training import CheckpointMismatch, Losses, Progress, TrainingOptions, held_out, train
+from decode.head_training import CheckpointMismatch, Losses, Progress, TrainingOptions, held_out, precision, train
 from decode.medusa_training import MedusaModule, medusa_losses
 from decode.training_answers import AnswerOptions, collect_answers
 from decode.training_progress import HelpWithDefaults, Teller, Ticker, percent
@@ -142,8 +142,8 @@ def _module(job: Job, config: ModelConfig, num_taps: int) -> nn.Module:
 
 
 def _losses(job: Job, module: nn.Module, runner: TorchRunner, vocabulary: Tensor) -> Losses:
-    embedding = runner.model.embedding.bfloat16()
-    head = runner.model.head_weight[vocabulary].bfloat16()
+    embedding = runner.model.embedding.to(precision())
+    head = runner.model.head_weight[vocabulary].to(precision())
     in_draft = torch.full((runner.config.vocab_size,), -1)
     in_draft[vocabulary] = torch.arange(len(vocabulary))
     if isinstance(module, MedusaModule):

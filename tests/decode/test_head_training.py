@@ -19,7 +19,7 @@ from decode.eagle_training import Batch, EagleModule, eagle_losses, shifted
 from decode.generations import Generation, NoPrompts, read_generations, read_prompts
 from decode.head_data import HeadData
 from decode.head_loss import head_loss, target_law
-from decode.head_training import CheckpointMismatch, Progress, TrainingOptions, collate, held_out, train
+from decode.head_training import CheckpointMismatch, Progress, TrainingOptions, collate, held_out, precision, train
 from decode.medusa_training import MedusaModule, medusa_losses
 from decode.own_prompts import PROMPT_TOKENS, start_of_user_turn, write_prompts
 from decode.train_head import begin_with, claim_work, draft_vocabulary
@@ -191,12 +191,34 @@ def test_untrained_medusa_heads_repeat_the_targets_own_guess(data: HeadData, run
     assert losses[0].item() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_training_learns_in_either_precision(
+    dtype: torch.dtype, data: HeadData, runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.head_training.precision", lambda: dtype)
+    head, places = runner.model.head_weight.to(dtype), torch.arange(VOCAB_SIZE)
+    torch.manual_seed(4)
+    medusa, reported = MedusaModule(runner.config.hidden_size, 2), list[float]()
+    options = TrainingOptions(30, tokens_per_batch=40, learning_rate=2e-2, warmup_steps=2)
+    train(
+        medusa,
+        lambda batch: medusa_losses(medusa, batch, head, places),
+        data,
+        range(len(data)),
+        options,
+        tmp_path / "medusa.pt",
+        lambda progress: reported.append(progress.loss),
+    )
+    assert sum(reported[-5:]) < 0.98 * sum(reported[:5])
+    assert all(parameter.dtype == torch.float32 for parameter in medusa.parameters())
+
+
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_training_learns_and_goes_on_where_it_was_interrupted(
     kind: str, data: HeadData, runner: TorchRunner, tmp_path: Path
 ) -> None:
-    head, places = runner.model.head_weight.bfloat16(), torch.arange(VOCAB_SIZE)
-    embedding = runner.model.embedding.bfloat16()
+    head, places = runner.model.head_weight.to(precision()), torch.arange(VOCAB_SIZE)
+    embedding = runner.model.embedding.to(precision())
 
     def fresh() -> tuple[torch.nn.Module, object]:
         torch.manual_seed(4)
@@ -235,7 +257,7 @@ def begun(data: HeadData, checkpoint: Path, *, num_heads: int = 2, **changes: An
     inputs = {"target": "abc", "taps": "0 1"} | changes.pop("inputs", {})
     options = TrainingOptions(**{"num_steps": 4, "tokens_per_batch": 40, "checkpoint_every": 2} | changes)
     random, size = torch.Generator().manual_seed(3), data[0].hidden.shape[1]
-    head, places = torch.randn(VOCAB_SIZE, size, generator=random).bfloat16(), torch.arange(VOCAB_SIZE)
+    head, places = torch.randn(VOCAB_SIZE, size, generator=random).to(precision()), torch.arange(VOCAB_SIZE)
     medusa, steps = MedusaModule(size, num_heads), list[int]()
 
     def report(progress: Progress) -> None:
