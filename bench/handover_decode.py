@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from decode.service import DecodeService
+from kvtransfer.geometry import CacheSpan
 from kvtransfer.nixl_agent import NixlAgent
-from kvtransfer.ticket import PeerDescription
+from kvtransfer.sender import Sender
+from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
 from model.config import ModelConfig
 from model.kv_cache import PagedKVCache
@@ -34,9 +36,12 @@ async def serve(folder: Path, layout: KVLayout, num_blocks: int) -> None:
     epoch = f"decode-{os.getpid()}"
     agent = NixlAgent(epoch, cache.address, num_blocks * layout.block_bytes)
     description = PeerDescription(epoch, agent.name, agent.metadata(), layout, num_blocks, cache.address, -1)
+    pool, span = BlockPool(num_blocks), CacheSpan(layout, cache.address, num_blocks)
+    sender = Sender(agent, pool, span, SenderIdentity(epoch, epoch))
     service = DecodeService(
-        pool=BlockPool(num_blocks),
+        pool=pool,
         description=description,
+        sender=sender,
         tokenizer=Tokenizer.load(folder),
         vocab_size=ModelConfig.from_folder(folder).vocab_size,
         states=NoDrafting(),
@@ -60,6 +65,7 @@ async def serve(folder: Path, layout: KVLayout, num_blocks: int) -> None:
     await asyncio.wait([timer])
     await server.stop()
     service.close()
+    await sender.close()
     agent.close()
 
 

@@ -25,6 +25,10 @@ OUTPUT_TOKENS = Counter("pdserve_decode_output_tokens", "Tokens streamed, the pr
 TOKENS = Counter("pdserve_decode_tokens", "Tokens by where their KV came from.", ["source"])
 PREEMPTIONS = Counter("pdserve_decode_preemptions", "Times a sequence dropped its KV for want of blocks.")
 STAGE_SECONDS = Histogram("pdserve_decode_stage_seconds", "Seconds per stage.", ["stage"], buckets=_SECONDS)
+DEPARTURES = Counter("pdserve_decode_departures", "Hand-overs of running sequences to other workers.", ["outcome"])
+DEPARTURE_PAUSE_SECONDS = Histogram(
+    "pdserve_decode_departure_pause_seconds", "For how long a sequence stood still to be handed over.", buckets=_SECONDS
+)
 
 DRAFT_FAILURES = Counter("pdserve_draft_failures", "Sequences that draft no more because the drafter failed.")
 DECISIONS = Counter("pdserve_draft_decisions", "Steps by why so many tokens were drafted in them.", ["reason"])

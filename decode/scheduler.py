@@ -14,11 +14,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from decode import metrics
-from decode.decoding import DecodeSequence
+from decode.decoding import DecodeSequence, Halt
 from decode.draft_planner import DraftPlanner, NoDrafts
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
 from model.runner import NonFiniteLogits, Outcome, SampledToken, StepOutput, VerifiedDraft
+from protos.errors import FailedPrecondition
 
 
 class DecodeScheduler:
@@ -41,6 +42,7 @@ class DecodeScheduler:
         self._prompts_wait = prompts_wait
         self._waiting: deque[DecodeSequence] = deque()  # preempted ones first
         self._running: list[DecodeSequence] = []  # oldest first
+        self._halted: set[DecodeSequence] = set()  # with their blocks, which stay theirs
         self._in_step: dict[DecodeSequence, int] = {}  # to the number of tokens it runs
 
     @property
@@ -49,7 +51,7 @@ class DecodeScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._halted)
 
     @property
     def num_queued_prefill_tokens(self) -> int:
@@ -71,12 +73,36 @@ class DecodeScheduler:
         if decoding.ended_at is None:
             self._end(decoding)
 
+    def halt(self, decoding: DecodeSequence) -> Halt:
+        """Lets a sequence decode on to where its last block is all but full, and stop there.
+
+        Raises FailedPrecondition: it has ended, or is being halted already.
+        """
+        if decoding.ended_at is not None or decoding.halt is not None:
+            raise FailedPrecondition("the sequence has ended, or is being handed over already", field="attempt_id")
+        decoding.halt = Halt()
+        return decoding.halt
+
+    def go_on(self, decoding: DecodeSequence) -> None:
+        """Takes `halt` back."""
+        decoding.halt = None
+        if decoding in self._halted:
+            self._halted.remove(decoding)
+            self._running.insert(0, decoding)  # one of the oldest: newer ones give way to it, if need be
+
+    def handed_over(self, decoding: DecodeSequence) -> None:
+        """Another worker has the sequence: it ends here, without a finish reason."""
+        if decoding.ended_at is None:
+            self._end(decoding)
+            decoding.outbox.close()
+
     def schedule(self, num_tokens: int) -> list[ScheduledChunk]:
         self._admit()
         self._in_step = {}
         for decoding in [d for d in self._running if d.sequence.num_uncomputed_tokens == 1]:
             if len(self._in_step) < num_tokens and decoding in self._running and self._hold_next_block(decoding):
                 self._in_step[decoding] = 1
+                _fix_halt(decoding)
         drafts = self._plan_drafts(num_tokens)
         budget = num_tokens - len(self._in_step) - sum(drafts.values())
         for decoding in [d for d in self._running if d.sequence.num_uncomputed_tokens > 1]:
@@ -100,7 +126,8 @@ class DecodeScheduler:
             num_tokens -= -(-(num_tokens - len(decoding)) // 2)
         planned = dict(zip(decoding, self._planner.plan(decoding, num_tokens), strict=True))
         for each, count in planned.items():
-            if count and each.sequence.num_blocks_for(each.sequence.num_tokens + count) > self._pool.num_free:
+            has_room = each.sequence.num_blocks_for(each.sequence.num_tokens + count) <= self._pool.num_free
+            if count and (each.halt is not None or not has_room):
                 planned[each] = 0
                 self._planner.withdraw(each)
             elif count:
@@ -136,7 +163,7 @@ class DecodeScheduler:
         """
         blocks_ran_short = False
         for decoding in list(self._waiting):
-            if len(self._running) == self._max_running:
+            if self.num_running >= self._max_running:
                 return
             if not decoding.holds_blocks:
                 blocks_ran_short = blocks_ran_short or not self._take_blocks(decoding)
@@ -207,6 +234,11 @@ class DecodeScheduler:
         elif sequence.finish_reason is not None:
             self._end(decoding)
             decoding.outbox.close()
+        elif decoding.has_reached_halt and decoding in self._running:
+            self._running.remove(decoding)
+            self._halted.add(decoding)
+            assert decoding.halt is not None
+            decoding.halt.reached.set_result(None)
 
     def _emit(self, decoding: DecodeSequence, tokens: Items[SampledToken]) -> int:
         """Up to the one that ends the sequence. Returns how many."""
@@ -232,5 +264,16 @@ class DecodeScheduler:
             self._running.remove(decoding)
         elif decoding in self._waiting:
             self._waiting.remove(decoding)
+        self._halted.discard(decoding)
+        if decoding.halt is not None:
+            decoding.halt.fail(FailedPrecondition("the sequence ended before it was handed over", field="attempt_id"))
         if decoding not in self._in_step:
             decoding.sequence.drop_blocks(self._pool)
+
+
+def _fix_halt(decoding: DecodeSequence) -> None:
+    """Before the block that its last token is in is full: hashes of full blocks are known from here on."""
+    if decoding.halt is not None and not decoding.halt.at.done():
+        sequence = decoding.sequence
+        num_full = sequence.num_tokens // sequence.block_size
+        decoding.halt.at.set_result((num_full + 1) * sequence.block_size - 1)

@@ -11,13 +11,15 @@ from contextlib import aclosing
 from decode import metrics
 from decode.arrivals import Arrivals
 from decode.decoding import DecodeSequence
+from decode.departures import Departures
 from decode.draft_planner import DraftPlanner
 from decode.outbox import Outbox
 from decode.scheduler import DecodeScheduler
 from kvtransfer import messages
 from kvtransfer.errors import LayoutMismatch
 from kvtransfer.receiver import Receiver, ReceiverOptions
-from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, tokens_message
+from kvtransfer.sender import Sender
+from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, target_from_message, tokens_message
 from kvtransfer.ticket import PeerDescription, ReceivedSequence, SenderIdentity
 from model.block_pool import BlockPool
 from model.runner import DraftingState, DraftingStates
@@ -25,7 +27,7 @@ from model.sequence import Sequence
 from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.calls import Context
-from protos.errors import FailedPrecondition, InvalidArgument
+from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         *,
         pool: BlockPool,
         description: PeerDescription,
+        sender: Sender,
         tokenizer: Tokenizer,
         vocab_size: int,
         states: DraftingStates,
@@ -53,6 +56,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._states = states
         self._wake = wake
         self.scheduler = DecodeScheduler(pool, max_running=max_running, planner=planner, prompts_wait=prompts_wait)
+        self._departures = Departures(sender=sender, scheduler=self.scheduler, states=states, wake=wake)
+        self._decoding: dict[str, DecodeSequence] = {}  # by attempt id, while its stream is open
         self._arrivals = Arrivals(unclaimed_s=lease_s, drop=lambda received: pool.release(received.block_ids))
         self.receiver = Receiver(
             pool,
@@ -67,6 +72,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         sequence = self._sequence(request)
+        if request.attempt_id in self._decoding:
+            raise AlreadyExists(f"attempt_id {request.attempt_id!r} decodes here already", field="attempt_id")
         metrics.REQUESTS.inc()
         decoding = DecodeSequence(sequence, Outbox())
         if not request.prefill_here:
@@ -74,6 +81,28 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         async with aclosing(self._stream(decoding)) as answer:
             async for message in answer:
                 yield message
+
+    async def HandOver(self, request: decode_pb2.HandOverRequest, context: Context) -> decode_pb2.HandOverResponse:
+        target = target_from_message(request.target, "target")
+        decoding = self._decoding.get(request.attempt_id)
+        if decoding is None:
+            raise NotFound(f"no attempt {request.attempt_id!r} decodes here", field="attempt_id")
+        if request.next_attempt_id in ("", request.attempt_id):
+            raise InvalidArgument("next_attempt_id must be new and not empty", field="next_attempt_id")
+        if target.epoch == self._description.epoch:
+            raise InvalidArgument("the target is this worker itself", field="target")
+        departure = await self._departures.hand_over(
+            decoding, target, attempt_id=request.next_attempt_id, request_id=request.request_id
+        )
+        stats = _stats(decoding)
+        metrics.observe(stats)
+        return decode_pb2.HandOverResponse(
+            stats=stats,
+            num_tokens=departure.num_tokens,
+            sent_tokens=departure.sent.sent_tokens,
+            sent_bytes=departure.sent.sent_bytes,
+            pause_s=departure.pause_s,
+        )
 
     async def Describe(self, request: decode_pb2.DescribeRequest, context: Context) -> decode_pb2.PeerDescription:
         difference = self._layout.difference(messages.layout_from_message(request.layout))
@@ -166,25 +195,30 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return drafting
 
     async def _stream(self, decoding: DecodeSequence) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Ends without a finish reason, or a message of its own for the end, if the sequence was handed over."""
         sequence = decoding.sequence
         output_index = sequence.num_output_tokens
+        self._decoding[sequence.sequence_id] = decoding
         try:
             detokenizer = Detokenizer(self._tokenizer, sequence.token_ids, sequence.sampling.stop_token_ids)
             self.scheduler.add(decoding)
             self._wake()
             async for tokens, is_last in decoding.outbox.batches():
                 finish_reason = sequence.finish_reason if is_last else None
+                if not tokens and finish_reason is None:
+                    break
                 text = "".join(detokenizer.push(token.token_id) for token in tokens)
-                if is_last:
+                if finish_reason is not None:
                     text += detokenizer.flush()
                 message = tokens_message(output_index, tokens, text, finish_reason)
-                if is_last:
+                if finish_reason is not None:
                     message.decode_stats.CopyFrom(_stats(decoding))
                     metrics.observe(message.decode_stats)
                 output_index += len(tokens)
                 metrics.OUTPUT_TOKENS.inc(len(tokens))
                 yield message
         finally:
+            del self._decoding[sequence.sequence_id]
             self.scheduler.remove(decoding)
 
 

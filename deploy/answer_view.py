@@ -79,6 +79,8 @@ def summary_lines(usage: Usage, timeline: Timeline) -> list[str]:
         if any(sources.values()):
             lines.append(f"{place:<8} {_tokens(sum(sources.values()), sources)}")
     lines.append(f"answer   {_tokens(usage.output_tokens, {})}{_drafts(usage)}")
+    if usage.num_moves:
+        lines.append(f"moved    to another decode worker, as it ran: {_counted(usage.num_moves)}")
     if usage.num_retries or usage.num_resumes:
         lines.append(
             f"failures {usage.num_retries} placed again before the first token, {usage.num_resumes} resumed after it"
@@ -96,6 +98,10 @@ def _drafts(usage: Usage) -> str:
         return ""
     steps = f"{usage.num_steps} step{'s' * (usage.num_steps != 1)}"
     return f" in {steps}, {usage.accepted_tokens} of {usage.drafted_tokens} guesses right"
+
+
+def _counted(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _tokens(total: int, sources: dict[str, int]) -> str:

@@ -213,6 +213,26 @@ def role(worker_id: str, role: str, router_address: str) -> None:
     asyncio.run(change_role(router_address, worker_id, role, out))
 
 
+@cli.command()
+@click.argument("worker_id", metavar="WORKER")
+@click.option("--undo", is_flag=True, help="Give it new requests again.")
+@click.option(
+    "--wait-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for it to be empty."
+)
+@options.router_option
+def drain(worker_id: str, undo: bool, wait_s: float, router_address: str) -> None:
+    """Empty WORKER: what it answers goes on on others, without a break.
+
+    Ends with 1 if requests are still there after --wait-s. It stays drained until --undo or its restart.
+    """
+    from deploy.drain_view import drain_worker, undo_drain
+
+    if undo:
+        asyncio.run(undo_drain(router_address, worker_id, out))
+    elif not asyncio.run(drain_worker(router_address, worker_id, wait_s, out, err)):
+        raise click.exceptions.Exit(1)
+
+
 @cli.group()
 def model() -> None:
     """Build the demo models."""

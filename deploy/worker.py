@@ -97,6 +97,7 @@ class Worker:
         self._decode = DecodeService(
             pool=self._pool,
             description=self._description(),
+            sender=self._sender,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             states=runner,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from kvtransfer.ticket import HandoverTarget
 from model.runner import Logprobs, SampledToken
 from model.sampling_params import InvalidSampling, SamplingParams
 from model.sequence import FinishReason, Sequence
@@ -46,6 +47,13 @@ def sequence_from_message(
             field="token_ids",
         )
     return Sequence(message.attempt_id, list(message.token_ids), num_prompt_tokens, sampling, block_size)
+
+
+def target_from_message(message: decode_pb2.DecodeTarget, field: str) -> HandoverTarget:
+    """Raises InvalidArgument if something is empty; `field` is where the message stands."""
+    if not (message.worker_id and message.address and message.epoch):
+        raise InvalidArgument("worker_id, address and epoch of the decode worker must not be empty", field=field)
+    return HandoverTarget(message.worker_id, message.address, message.epoch)
 
 
 def check_token_ids(field: str, token_ids: Items[int], vocab_size: int) -> None:

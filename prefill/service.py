@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from kvtransfer.errors import DecodePoolFull
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
-from kvtransfer.sequence_messages import sequence_from_message, tokens_message
-from kvtransfer.ticket import HandoverTarget, SendStats
+from kvtransfer.sequence_messages import sequence_from_message, target_from_message, tokens_message
+from kvtransfer.ticket import SendStats
 from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
 from model.runner import DraftingStates, SampledToken
@@ -79,9 +79,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             await self._end(call)
 
     def _sequence(self, request: prefill_pb2.PrefillRequest) -> Sequence:
-        decode = request.decode
-        if request.HasField("decode") and not (decode.worker_id and decode.address and decode.epoch):
-            raise InvalidArgument("worker_id, address and epoch of the decode worker must not be empty", field="decode")
+        if request.HasField("decode"):
+            target_from_message(request.decode, "decode")
         sequence = sequence_from_message(request, vocab_size=self._vocab_size, block_size=self._layout.block_size)
         num_blocks = self._layout.num_blocks(sequence.num_tokens)
         if num_blocks > self._pool.num_blocks:
@@ -98,10 +97,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def _reserve(self, call: _Call) -> None:
         """Asks the decode worker once. One that is full is asked again later; any other refusal ends the call."""
-        decode, sequence = call.request.decode, call.prefilling.sequence
+        sequence = call.prefilling.sequence
         try:
             call.outgoing = await self._sender.reserve(
-                HandoverTarget(decode.worker_id, decode.address, decode.epoch),
+                target_from_message(call.request.decode, "decode"),
                 attempt_id=call.request.attempt_id,
                 request_id=call.request.request_id,
                 num_tokens=sequence.num_tokens,

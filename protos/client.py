@@ -108,6 +108,12 @@ class PdserveClient:
             request = workers_pb2.SetRoleRequest(worker_id=worker_id, role=ROLES[role])
             await self._pools.SetRole(request, timeout=deadline_s)
 
+    async def set_draining(self, worker_id: str, draining: bool, *, deadline_s: float | None = None) -> None:
+        """Takes a worker's requests away from it, while they run, and gives it no new ones; or takes that back."""
+        with service_errors(self._nobody_there):
+            request = workers_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
+            await self._pools.SetDraining(request, timeout=deadline_s)
+
 
 def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams | None:
     try:

@@ -40,6 +40,11 @@ class DecodeStub:
                 request_serializer=protos_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/pdserve.v1.Decode/HandOver',
+                request_serializer=protos_dot_decode__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=protos_dot_decode__pb2.HandOverResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/pdserve.v1.Decode/Describe',
                 request_serializer=protos_dot_decode__pb2.DescribeRequest.SerializeToString,
@@ -72,6 +77,15 @@ class DecodeServicer:
 
     def Decode(self, request, context):
         """Opened at placement, before the KV is there. Streams the tokens after the first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HandOver(self, request, context):
+        """Hands a sequence that decodes here over to another decode worker, while it runs. Returns once that one has taken it;
+        its stream here then ends after the last token, without a finish reason, and goes on there under the next attempt's
+        id, as for a hand-over from prefill: token_ids are all but the last token. If it fails, the sequence goes on here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +132,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=protos_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=protos_dot_decode__pb2.HandOverRequest.FromString,
+                    response_serializer=protos_dot_decode__pb2.HandOverResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -172,6 +191,33 @@ class Decode:
             '/pdserve.v1.Decode/Decode',
             protos_dot_decode__pb2.DecodeRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Decode/HandOver',
+            protos_dot_decode__pb2.HandOverRequest.SerializeToString,
+            protos_dot_decode__pb2.HandOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -495,6 +495,7 @@ class Usage(_message.Message):
     NUM_RESUMES_FIELD_NUMBER: _builtins.int
     NUM_RETRIES_FIELD_NUMBER: _builtins.int
     DISAGGREGATED_FIELD_NUMBER: _builtins.int
+    NUM_MOVES_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     num_resumes: _builtins.int
@@ -502,6 +503,8 @@ class Usage(_message.Message):
     num_retries: _builtins.int
     """before it"""
     disaggregated: _builtins.bool
+    num_moves: _builtins.int
+    """handed over from one decode worker to another"""
     @_builtins.property
     def prefill(self) -> Global___PromptTokens:
         """colocated: the decode worker's own, told here too"""
@@ -520,10 +523,11 @@ class Usage(_message.Message):
         num_resumes: _builtins.int = ...,
         num_retries: _builtins.int = ...,
         disaggregated: _builtins.bool = ...,
+        num_moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "disaggregated", b"disaggregated", "num_resumes", b"num_resumes", "num_retries", b"num_retries", "output_tokens", b"output_tokens", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "disaggregated", b"disaggregated", "num_moves", b"num_moves", "num_resumes", b"num_resumes", "num_retries", b"num_retries", "output_tokens", b"output_tokens", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from protos import decode_pb2 as _decode_pb2
 from protos import inference_pb2 as _inference_pb2
 import builtins as _builtins
 import sys
@@ -18,33 +19,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-@_typing.final
-class DecodeTarget(_message.Message):
-    """Where the sequence goes on. The epoch tells a restarted worker from the one that was placed."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    address: _builtins.str
-    epoch: _builtins.str
-    def __init__(
-        self,
-        *,
-        worker_id: _builtins.str = ...,
-        address: _builtins.str = ...,
-        epoch: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DecodeTarget: _TypeAlias = DecodeTarget  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
@@ -70,7 +44,7 @@ class PrefillRequest(_message.Message):
         """resolved: see there"""
 
     @_builtins.property
-    def decode(self) -> Global___DecodeTarget:
+    def decode(self) -> _decode_pb2.DecodeTarget:
         """absent: one token is all that is wanted"""
 
     def __init__(
@@ -81,7 +55,7 @@ class PrefillRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
         sampling: _inference_pb2.SamplingParams | None = ...,
-        decode: Global___DecodeTarget | None = ...,
+        decode: _decode_pb2.DecodeTarget | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

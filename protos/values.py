@@ -99,6 +99,7 @@ class Usage:
     num_steps: int
     num_resumes: int
     num_retries: int
+    num_moves: int  # from one decode worker to another, while it ran
     disaggregated: bool
 
     @staticmethod
@@ -118,6 +119,7 @@ class Usage:
             num_steps=message.decode.num_steps,
             num_resumes=message.num_resumes,
             num_retries=message.num_retries,
+            num_moves=message.num_moves,
             disaggregated=message.disaggregated,
         )
 
@@ -203,6 +205,7 @@ class WorkerStatus:
     prefill_tokens_per_s: float
     decode_step_s: float
     reported_ago_s: float
+    num_requests: int  # that the router has there
 
     @staticmethod
     def from_message(message: workers_pb2.WorkerStatus) -> WorkerStatus:
@@ -228,6 +231,7 @@ class WorkerStatus:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
             reported_ago_s=message.reported_ago_s,
+            num_requests=message.num_requests,
         )
 
 

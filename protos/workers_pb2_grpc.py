@@ -118,6 +118,11 @@ class PoolsStub:
                 request_serializer=protos_dot_workers__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=protos_dot_workers__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/pdserve.v1.Pools/SetDraining',
+                request_serializer=protos_dot_workers__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=protos_dot_workers__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
 
 
 class PoolsServicer:
@@ -136,6 +141,14 @@ class PoolsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetDraining(self, request, context):
+        """Draining: places nothing new on a worker, and hands what decodes there over to others, while it runs. Its prompts
+        are finished there. It has no request any more once Status says so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,6 +161,11 @@ def add_PoolsServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=protos_dot_workers__pb2.SetRoleRequest.FromString,
                     response_serializer=protos_dot_workers__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=protos_dot_workers__pb2.SetDrainingRequest.FromString,
+                    response_serializer=protos_dot_workers__pb2.SetDrainingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -204,6 +222,33 @@ class Pools:
             '/pdserve.v1.Pools/SetRole',
             protos_dot_workers__pb2.SetRoleRequest.SerializeToString,
             protos_dot_workers__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Pools/SetDraining',
+            protos_dot_workers__pb2.SetDrainingRequest.SerializeToString,
+            protos_dot_workers__pb2.SetDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class PoolsStub:
     GetStatus: _aio.UnaryUnaryMultiCallable[_workers_pb2.GetStatusRequest, _workers_pb2.Status]
     SetRole: _aio.UnaryUnaryMultiCallable[_workers_pb2.SetRoleRequest, _workers_pb2.SetRoleResponse]
     """Changes roles from the next request on; what runs is finished where it runs."""
+    SetDraining: _aio.UnaryUnaryMultiCallable[_workers_pb2.SetDrainingRequest, _workers_pb2.SetDrainingResponse]
+    """Draining: places nothing new on a worker, and hands what decodes there over to others, while it runs. Its prompts
+    are finished there. It has no request any more once Status says so.
+    """
 
 class PoolsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -53,5 +57,15 @@ class PoolsServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_workers_pb2.SetRoleRequest, _abc.Awaitable[_workers_pb2.SetRoleResponse]],
     ) -> _abc.Awaitable[_workers_pb2.SetRoleResponse]:
         """Changes roles from the next request on; what runs is finished where it runs."""
+
+    @_abc_1.abstractmethod
+    def SetDraining(
+        self,
+        request: _workers_pb2.SetDrainingRequest,
+        context: _aio.ServicerContext[_workers_pb2.SetDrainingRequest, _abc.Awaitable[_workers_pb2.SetDrainingResponse]],
+    ) -> _abc.Awaitable[_workers_pb2.SetDrainingResponse]:
+        """Draining: places nothing new on a worker, and hands what decodes there over to others, while it runs. Its prompts
+        are finished there. It has no request any more once Status says so.
+        """
 
 def add_PoolsServicer_to_server(servicer: PoolsServicer, server: _aio.Server) -> None: ...

@@ -1,5 +1,7 @@
 """One attempt at a request on the workers it was placed on: opens both legs, orders what comes, closes both.
 
+A sequence that is handed over from one decode worker to another goes on as an attempt of its own.
+
 Tokens are bytes of `GenerateResponse`, passed on as they came; nothing here looks into those of the decode worker.
 """
 
@@ -15,15 +17,16 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
-from protos.channel import bytes_stream
+from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
+from protos.channel import bytes_stream, service_errors
 from protos.errors import ServiceError, WorkerLost, from_rpc_error, is_connection_failure
 from router.links import Link, Links
-from router.messages import decode_request, prefill_request
+from router.messages import decode_request, prefill_request, target_message
 from router.placement import Candidate, Placement, WorkerId
 from router.validation import Request
 
 DECODE_METHOD = "/pdserve.v1.Decode/Decode"
+_HAND_OVER_S = 30.0  # of a running sequence; several wait for each other
 _STATISTICS_S = 1.0  # for prefill's, when the answer is complete already: it goes without them
 
 Messages: TypeAlias = AsyncGenerator[bytes, None]
@@ -56,7 +59,10 @@ class AttemptFailed(Exception):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """`token_ids` are the prompt and what was emitted before. `timeout_s` bounds both legs."""
+    """`token_ids` are the prompt and what was emitted before. `timeout_s` bounds both legs.
+
+    `arrives`: the decode worker has the sequence already, with KV of `token_ids` and one token more, which was emitted.
+    """
 
     request: Request
     attempt_id: str
@@ -64,13 +70,14 @@ class Attempt:
     placement: Placement
     timeout_s: float | None
     links: Links
+    arrives: bool = False
     started_at: float = field(default_factory=time.monotonic)
     prefill_stats: prefill_pb2.PrefillStats | None = None
 
     async def messages(self) -> Messages:
         """Every message of the answer from here on. Raises AttemptFailed."""
         prefill, decode = self.placement.prefill, self.placement.decode
-        if prefill is None and decode is not None:
+        if decode is not None and (prefill is None or self.arrives):
             legs = self._one_leg(decode)
         elif prefill is not None and decode is None:
             legs = self._prefill_alone(prefill)
@@ -82,9 +89,27 @@ class Attempt:
             async for raw in legs:
                 yield raw
 
+    async def hand_over(self, target: Candidate, attempt_id: str) -> inference_pb2.DecodeStats:
+        """Has the decode worker hand the sequence over to `target`; its messages end then, and the answer has not.
+
+        Raises ServiceError: the sequence goes on where it is.
+        """
+        source = self.placement.decode
+        assert source is not None
+        request = decode_pb2.HandOverRequest(
+            request_id=self.request.request_id,
+            attempt_id=self.attempt_id,
+            next_attempt_id=attempt_id,
+            target=target_message(target),
+        )
+        async with self.links.to(source) as link:
+            with service_errors():
+                response = await decode_pb2_grpc.DecodeStub(link.channel).HandOver(request, timeout=_HAND_OVER_S)
+        return response.stats
+
     async def _one_leg(self, worker: Candidate) -> Messages:
-        """Prefill and decode on the same worker."""
-        async with self._decode_leg(worker, prefill_here=True) as leg:
+        """Prefill and decode on the same worker, or decode after a hand-over from another."""
+        async with self._decode_leg(worker, prefill_here=not self.arrives) as leg:
             while (raw := await leg.read()) is not None:
                 yield raw
 

@@ -11,8 +11,9 @@ from protos import decode_pb2, inference_pb2, prefill_pb2, workers_pb2
 from protos.errors import InvalidArgument
 from router.card import ModelCard
 from router.placement import Candidate, Role, WorkerId
+from router.profile import WorkerProfile
 from router.validation import Request
-from router.workers import Worker, WorkerLoad, WorkerProfile, WorkerState
+from router.workers import Worker, WorkerLoad, WorkerState
 
 _STATES = {
     WorkerState.READY: workers_pb2.WORKER_STATE_READY,
@@ -84,6 +85,7 @@ def load_from_message(load: workers_pb2.WorkerLoad) -> WorkerLoad:
 
 def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
     profile, load = worker.profile, worker.load
+    state = WorkerState.DRAINING if worker.is_drained and load.state is WorkerState.READY else load.state
     return workers_pb2.WorkerStatus(
         hello=workers_pb2.WorkerHello(
             worker_id=profile.id.name,
@@ -100,9 +102,10 @@ def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
             metrics_address=profile.metrics_address,
             max_context_tokens=profile.max_context_tokens or 0,
         ),
-        load=workers_pb2.WorkerLoad(state=_STATES[load.state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
+        load=workers_pb2.WorkerLoad(state=_STATES[state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
         role=_ROLES[worker.role],
         reported_ago_s=age_s,
+        num_requests=len(worker.dispatches),
     )
 
 
@@ -118,19 +121,20 @@ def model_message(card: ModelCard, layout: KVLayout | None, max_context_tokens: 
     )
 
 
+def target_message(worker: Candidate) -> decode_pb2.DecodeTarget:
+    return decode_pb2.DecodeTarget(worker_id=worker.id.name, address=worker.address, epoch=worker.id.epoch)
+
+
 def prefill_request(
     request: Request, attempt_id: str, token_ids: Sequence[int], decode: Candidate | None
 ) -> prefill_pb2.PrefillRequest:
-    target = None
-    if decode is not None:
-        target = prefill_pb2.DecodeTarget(worker_id=decode.id.name, address=decode.address, epoch=decode.id.epoch)
     return prefill_pb2.PrefillRequest(
         request_id=request.request_id,
         attempt_id=attempt_id,
         token_ids=token_ids,
         num_prompt_tokens=len(request.token_ids),
         sampling=_sampling_message(request.sampling),
-        decode=target,
+        decode=None if decode is None else target_message(decode),
     )
 
 

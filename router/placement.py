@@ -105,6 +105,18 @@ def place(workers: Sequence[Candidate], demand: Demand, avoid: Collection[Worker
     return Placement(first, _roomiest(pairs[first.id], demand.num_blocks, rng))
 
 
+def place_moved(workers: Sequence[Candidate], demand: Demand, source: WorkerId, rng: random.Random) -> Candidate | None:
+    """Where a sequence that decodes on `source` could go on now; None if nowhere is room for it."""
+    fingerprints = {worker.fingerprint for worker in workers if worker.id == source}
+    others = [worker for worker in workers if worker.id != source and worker.fingerprint in fingerprints]
+    roomy = [
+        worker
+        for worker in _fitting(others, Role.DECODE, demand, ())
+        if demand.fits(worker) and worker.num_free_blocks >= demand.num_blocks
+    ]
+    return _roomiest(roomy, demand.num_blocks, rng) if roomy else None
+
+
 def can_serve(workers: Sequence[Candidate]) -> bool:
     """Whether any request could be placed."""
     anything = Demand(num_blocks=0, num_blocks_in_all=0, wants_decode=True)

@@ -84,3 +84,10 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
         self._table.set_role(request.worker_id, role)
         logger.info("worker %s is used for %s from now on", request.worker_id, role.name)
         return workers_pb2.SetRoleResponse()
+
+    async def SetDraining(
+        self, request: workers_pb2.SetDrainingRequest, context: Context
+    ) -> workers_pb2.SetDrainingResponse:
+        self._table.set_draining(request.worker_id, request.draining)
+        logger.info("worker %s is %s", request.worker_id, "drained" if request.draining else "no longer drained")
+        return workers_pb2.SetDrainingResponse()

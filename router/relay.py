@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos import inference_pb2 as pb
 from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, InvalidArgument, NoWorker
@@ -22,14 +22,16 @@ from router.attempt import Attempt, AttemptFailed, ended_early
 from router.config import RelayPolicy
 from router.links import Links
 from router.messages import emitted_tokens
+from router.move import Move, moved
 from router.placement import Demand, Placement, WorkerId, place
-from router.timeline import RequestClock, Served, timeline, usage
+from router.timeline import RequestClock, Served, joined, timeline, usage
 from router.validation import Request
-from router.workers import WorkerTable
+from router.workers import Dispatch, WorkerTable
 
 logger = logging.getLogger(__name__)
 
 _MAX_DELAY_S = 1.0
+_MOVE_S = 1.0  # between a worker's end of a stream and its word that the sequence is elsewhere
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,9 @@ class Progress:
     avoid: set[WorkerId] = field(default_factory=set)
     num_retries: int = 0
     num_resumes: int = 0
+    num_moves: int = 0
+    move: Move | None = None  # made, and not yet followed
+    done_before: pb.DecodeStats | None = None  # on workers that the sequence was moved away from
 
     @property
     def remaining_s(self) -> float | None:
@@ -54,6 +59,14 @@ class Progress:
     def token_ids(self) -> list[int]:
         """What is to be prefilled."""
         return [*self.request.token_ids, *self.emitted]
+
+    @property
+    def num_relayed(self) -> int:
+        """Tokens of the answer so far. Reads the last message only."""
+        if not self.raw_messages:
+            return len(self.emitted)
+        last = pb.GenerateResponse.FromString(self.raw_messages[-1])
+        return int(last.output_index) + len(last.token_ids)
 
     @property
     def wants_decode(self) -> bool:
@@ -92,9 +105,9 @@ class Relay:
         self, request: Request, clock: RequestClock, deadline_at: float | None
     ) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
-        progress = Progress(request, clock, deadline_at)
-        while True:
-            attempt = await self._next_attempt(progress)
+        progress, attempt = Progress(request, clock, deadline_at), None
+        while progress.last is None:
+            attempt = await self._next_attempt(progress, attempt)
             try:
                 async with aclosing(self._run(attempt, progress)) as messages:
                     async for raw in messages:
@@ -103,13 +116,14 @@ class Relay:
                 progress.read_back()
                 if progress.last is None:
                     await self._prepare_next(progress, attempt, failure)
-            if progress.last is not None:
-                break
+        assert attempt is not None
         summary = _summary(progress, progress.last, attempt)
         metrics.observe(summary)
         yield summary.SerializeToString()
 
-    async def _next_attempt(self, progress: Progress) -> Attempt:
+    async def _next_attempt(self, progress: Progress, before: Attempt | None) -> Attempt:
+        if progress.move is not None and before is not None:
+            return self._moved_attempt(progress, progress.move, before)
         placement = await self._place(progress)
         progress.clock.placed()
         return Attempt(
@@ -121,20 +135,31 @@ class Relay:
             links=self._links,
         )
 
+    def _moved_attempt(self, progress: Progress, move: Move, before: Attempt) -> Attempt:
+        try:
+            progress.read_back()
+        except Internal:
+            move.dispatch.end()
+            raise
+        progress.num_moves += 1
+        progress.done_before = joined(progress.done_before, move.stats)
+        return Attempt(
+            request=progress.request,
+            attempt_id=move.attempt_id,
+            token_ids=progress.token_ids[:-1],
+            placement=replace(before.placement, decode=move.target),
+            timeout_s=progress.remaining_s,
+            links=self._links,
+            arrives=True,
+            prefill_stats=before.prefill_stats,
+        )
+
     async def _place(self, progress: Progress) -> Placement:
         """Waits a little for a worker to come (back), if none fits now."""
         give_up_at = time.monotonic() + self._policy.wait_for_worker_s
         while True:
-            num_tokens_in_all = len(progress.request.token_ids) + progress.request.sampling.max_tokens
-            demand = Demand(
-                num_blocks=self._num_blocks(len(progress.token_ids)),
-                num_blocks_in_all=self._num_blocks(num_tokens_in_all) - 1,
-                wants_decode=progress.wants_decode,
-                num_tokens=len(progress.token_ids) + 1,
-                num_tokens_in_all=num_tokens_in_all,
-            )
             try:
-                return place(self._table.snapshot(), demand, progress.avoid, self._rng)
+                return place(self._table.snapshot(), self._demand(progress), progress.avoid, self._rng)
             except NoWorker:
                 remaining_s = give_up_at - time.monotonic()
                 if progress.remaining_s is not None:
@@ -143,23 +168,46 @@ class Relay:
                     raise
                 await self._table.wait_changed(remaining_s)
 
+    def _demand(self, progress: Progress) -> Demand:
+        num_prompt_tokens, max_tokens = len(progress.request.token_ids), progress.request.sampling.max_tokens
+        num_tokens = num_prompt_tokens + progress.num_relayed
+        return Demand(
+            num_blocks=self._num_blocks(num_tokens),
+            num_blocks_in_all=self._num_blocks(num_prompt_tokens + max_tokens) - 1,
+            wants_decode=progress.wants_decode,
+            num_tokens=num_tokens + 1,
+            num_tokens_in_all=num_prompt_tokens + max_tokens,
+        )
+
     async def _run(self, attempt: Attempt, progress: Progress) -> AsyncGenerator[bytes, None]:
-        """One attempt, its load counted while it lasts."""
-        num_tokens = len(attempt.token_ids)
-        dispatch = self._table.dispatch(attempt.placement, num_tokens, self._num_blocks(num_tokens))
+        """One attempt, its load counted while it lasts. It may end in a move, which is the next attempt's to follow."""
+        dispatch = self._dispatch(attempt, progress)
+        moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._table, self._rng))
         try:
             async with aclosing(attempt.messages()) as messages:
                 async for raw in messages:
                     progress.raw_messages.append(raw)
                     if not dispatch.is_prefilled:
                         dispatch.prefilled()
-                        progress.clock.attempt_token()
+                        if not attempt.arrives:
+                            progress.clock.attempt_token()
                     yield raw
+            progress.clock.last_token()
+            if not progress.is_complete():
+                await asyncio.wait([moving], timeout=_MOVE_S)  # the worker tells its end and its success apart
+                progress.move = moving.result() if moving.done() else None
+                if progress.move is None:
+                    raise ended_early(attempt.placement.workers[-1])
         finally:
             dispatch.end()
-        progress.clock.last_token()
-        if not progress.is_complete():
-            raise ended_early(attempt.placement.workers[-1])
+            await _not_followed(moving, progress.move)
+
+    def _dispatch(self, attempt: Attempt, progress: Progress) -> Dispatch:
+        if progress.move is not None:
+            move, progress.move = progress.move, None
+            return move.dispatch
+        num_tokens = len(attempt.token_ids)
+        return self._table.dispatch(attempt.placement, num_tokens, self._num_blocks(num_tokens))
 
     async def _prepare_next(self, progress: Progress, attempt: Attempt, failure: AttemptFailed) -> None:
         """Decides whether there is a next attempt, avoids who failed this one, and waits a moment.
@@ -180,6 +228,7 @@ class Relay:
         num_failures = progress.num_retries + progress.num_resumes + 1
         if num_failures >= self._policy.max_attempts:
             raise AttemptsExhausted(f"{num_failures} attempts failed; the last one: {error}")
+        progress.done_before = None  # statistics are those of what follows
         if progress.emitted:
             progress.num_resumes += 1
             metrics.RESUMES.inc()
@@ -196,14 +245,27 @@ class Relay:
         return 0 if layout is None else layout.num_blocks(num_tokens) + 1
 
 
+async def _not_followed(moving: asyncio.Task[Move], followed: Move | None) -> None:
+    """Ends a move that nobody waits for any more. The worker it was made to gives up a sequence that nobody claims."""
+    moving.cancel()
+    await asyncio.wait([moving])
+    if moving.cancelled():
+        return
+    if (error := moving.exception()) is not None:
+        logger.error("a request could not be moved", exc_info=error)
+    elif followed is None:
+        moving.result().dispatch.end()
+
+
 def _summary(progress: Progress, last: pb.GenerateResponse, attempt: Attempt) -> pb.GenerateResponse:
     served = Served(
         placement=attempt.placement,
         num_prompt_tokens=len(progress.request.token_ids),
         num_output_tokens=last.output_index + len(last.token_ids),
         prefill=attempt.prefill_stats,
-        decode=last.decode_stats if last.HasField("decode_stats") else None,
+        decode=joined(progress.done_before, last.decode_stats) if last.HasField("decode_stats") else None,
         num_retries=progress.num_retries,
+        num_moves=progress.num_moves,
         num_resumes=progress.num_resumes,
     )
     return pb.GenerateResponse(

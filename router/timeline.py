@@ -10,6 +10,17 @@ from protos import inference_pb2 as pb
 from protos import prefill_pb2
 from router.placement import Placement
 
+_DONE = (
+    "computed_tokens",
+    "recomputed_tokens",
+    "num_preemptions",
+    "wait_s",
+    "decode_s",
+    "num_steps",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+
 
 @dataclass(slots=True)
 class RequestClock:
@@ -62,6 +73,7 @@ class Served:
     decode: pb.DecodeStats | None
     num_retries: int
     num_resumes: int
+    num_moves: int
 
     @property
     def is_disaggregated(self) -> bool:
@@ -82,7 +94,19 @@ def usage(served: Served) -> pb.Usage:
         decode=served.decode,
         num_resumes=served.num_resumes,
         num_retries=served.num_retries,
+        num_moves=served.num_moves,
         disaggregated=served.is_disaggregated,
+    )
+
+
+def joined(first: pb.DecodeStats | None, then: pb.DecodeStats) -> pb.DecodeStats:
+    """Of a sequence that was moved: what the first worker started from, and what all of them did."""
+    if first is None:
+        return then
+    return pb.DecodeStats(
+        received_tokens=first.received_tokens,
+        cached_tokens=first.cached_tokens,
+        **{name: getattr(first, name) + getattr(then, name) for name in _DONE},
     )
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from model.kv_layout import KVLayout
-from protos.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from protos.errors import FailedPrecondition, NotFound, ServiceError
 from router.placement import Candidate, Placement, Role, WorkerId
+from router.profile import WorkerProfile, refuse_misfit
 
 _SETTLE_S = 0.1  # a report may have been under way for so long: what was sent since is counted beside it
 _SILENCE_S = 5.0  # workers report every second; one that is silent gets nothing new
@@ -24,24 +25,6 @@ class WorkerState(enum.Enum):
     READY = 1
     DRAINING = 2
     LOST = 3
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerProfile:
-    """What a worker says once, when it registers."""
-
-    id: WorkerId
-    address: str
-    role: Role  # where it starts
-    flippable: bool
-    model_name: str
-    tokenizer_digest: str
-    layout: KVLayout
-    num_blocks: int
-    runner: str = ""
-    kernels: str = ""
-    metrics_address: str = ""
-    max_context_tokens: int | None = None  # None: as many as the model allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +57,17 @@ class Worker:
     load: WorkerLoad
     reported_at: float
     is_reachable: bool = True
+    is_drained: bool = False  # an operator has said so
     commands: asyncio.Queue[Role | ServiceError | None] = field(default_factory=asyncio.Queue)
     dispatches: set[Dispatch] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
-    """The load that one attempt puts on its workers, from placement until `end`."""
+    """The load that one attempt puts on its workers, from placement until `end`.
+
+    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere.
+    """
 
     at: float
     num_tokens: int
@@ -88,6 +75,7 @@ class Dispatch:
     prefill: Worker | None
     decode: Worker | None
     is_prefilled: bool = False
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     def prefilled(self) -> None:
         """The first token is there: nothing is queued any more, and the decode worker's report has the blocks."""
@@ -114,17 +102,20 @@ class WorkerTable:
         Raises:
             FailedPrecondition: it does not fit the others; the message names the first difference.
         """
-        self._refuse_misfit(profile)
+        others = [other.profile for other in self._present() if other.profile.id.name != profile.id.name]
+        refuse_misfit(profile, others, self._tokenizer_digest)
         known = self._workers.get(profile.id.name)
         same_process = known is not None and known.profile.id == profile.id
         role = known.role if known is not None and same_process else profile.role
+        is_drained = known is not None and same_process and known.is_drained
         if known is not None and known.load.state is not WorkerState.LOST:
             self.lost(known)
             known.commands.put_nowait(
                 None if same_process else Replaced(f"another process has registered as {profile.id.name!r}")
             )
         self._workers = {name: other for name, other in self._workers.items() if not self._is_forgotten(other)}
-        worker = self._workers[profile.id.name] = Worker(profile, role, load, self._clock())
+        worker = Worker(profile, role, load, self._clock(), is_drained=is_drained)
+        self._workers[profile.id.name] = worker
         self._notify()
         return worker
 
@@ -134,6 +125,7 @@ class WorkerTable:
         was_ready = self._is_ready(worker)
         worker.load, worker.reported_at, worker.is_reachable = load, self._clock(), True
         if self._is_ready(worker) != was_ready:
+            self._tell_dispatches(worker)
             self._notify()
 
     def lost(self, worker: Worker) -> None:
@@ -160,14 +152,22 @@ class WorkerTable:
             NotFound: no worker has this name.
             FailedPrecondition: it keeps its role.
         """
-        worker = self._workers.get(name)
-        if worker is None or worker.load.state is WorkerState.LOST:
-            names = ", ".join(sorted(worker.profile.id.name for worker in self._present()))
-            raise NotFound(f"no worker {name!r} is registered; there are: {names or 'none'}", field="worker_id")
+        worker = self._registered(name)
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
         worker.role = role
         worker.commands.put_nowait(role)
+        self._notify()
+
+    def set_draining(self, name: str, is_drained: bool) -> None:
+        """Nothing new is placed on a worker that is drained; attempts that decode there are told to leave.
+
+        Raises:
+            NotFound: no worker has this name.
+        """
+        worker = self._registered(name)
+        worker.is_drained = is_drained
+        self._tell_dispatches(worker)
         self._notify()
 
     def dispatch(self, placement: Placement, num_tokens: int, num_blocks: int) -> Dispatch:
@@ -180,6 +180,8 @@ class WorkerTable:
         for worker in (prefill, decode):
             if worker is not None:
                 worker.dispatches.add(dispatch)
+        if decode is not None:
+            self._tell_dispatches(decode)
         return dispatch
 
     def snapshot(self) -> list[Candidate]:
@@ -223,6 +225,21 @@ class WorkerTable:
         except TimeoutError:
             return
 
+    def _registered(self, name: str) -> Worker:
+        worker = self._workers.get(name)
+        if worker is None or worker.load.state is WorkerState.LOST:
+            names = ", ".join(sorted(worker.profile.id.name for worker in self._present()))
+            raise NotFound(f"no worker {name!r} is registered; there are: {names or 'none'}", field="worker_id")
+        return worker
+
+    def _tell_dispatches(self, worker: Worker) -> None:
+        for dispatch in worker.dispatches:
+            if dispatch.decode is worker:
+                if worker.is_drained or worker.load.state is WorkerState.DRAINING:
+                    dispatch.leaving.set()
+                else:
+                    dispatch.leaving.clear()
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -236,7 +253,7 @@ class WorkerTable:
 
     def _is_ready(self, worker: Worker) -> bool:
         is_heard = worker.is_reachable and self.age_s(worker) < _SILENCE_S
-        return worker.load.state is WorkerState.READY and is_heard
+        return worker.load.state is WorkerState.READY and not worker.is_drained and is_heard
 
     def _candidate(self, worker: Worker) -> Candidate:
         load, coming = worker.load, [each for each in worker.dispatches if not each.is_prefilled]
@@ -258,35 +275,3 @@ class WorkerTable:
             num_free_blocks=load.num_free_blocks - sum(each.num_blocks for each in coming if each.decode is worker),
             max_context_tokens=worker.profile.max_context_tokens,
         )
-
-    def _refuse_misfit(self, profile: WorkerProfile) -> None:
-        if not profile.id.name or not profile.id.epoch or not profile.address:
-            raise InvalidArgument("worker_id, epoch and address must not be empty", field="hello")
-        if self._tokenizer_digest and profile.tokenizer_digest != self._tokenizer_digest:
-            raise FailedPrecondition(
-                f"tokenizer_digest is {profile.tokenizer_digest!r} at the worker and {self._tokenizer_digest!r} "
-                "at the router: they must load the same tokenizer",
-                field="hello.tokenizer_digest",
-            )
-        others = [other.profile for other in self._present() if other.profile.id.name != profile.id.name]
-        if not others:
-            return
-        here, there = "at those registered", f"at {profile.id.name}"
-        difference = others[0].layout.difference(profile.layout, here=here, there=there)
-        if difference is not None:
-            drafter = (
-                "; they must have the same --drafter ('' is ngram or none)"
-                if difference.startswith("drafter is ")
-                else ""
-            )
-            raise FailedPrecondition(
-                f"a worker of model {profile.model_name!r} does not fit those of model {others[0].model_name!r}: "
-                f"{difference}{drafter}",
-                field="hello.layout",
-            )
-        if profile.tokenizer_digest != others[0].tokenizer_digest:
-            raise FailedPrecondition(
-                f"tokenizer_digest is {profile.tokenizer_digest!r} at the worker and "
-                f"{others[0].tokenizer_digest!r} at those registered",
-                field="hello.tokenizer_digest",
-            )

@@ -66,6 +66,7 @@ EDGES = {
     "router/attempt.py",
     "router/messages.py",
     "router/metrics.py",
+    "router/move.py",
     "router/pools_service.py",
     "router/relay.py",
     "router/server.py",

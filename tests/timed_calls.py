@@ -51,7 +51,7 @@ def sampling(max_tokens: int, stop_token_ids: Sequence[int] = ()) -> inference_p
 def prefill_request(
     attempt_id: str,
     prompt: Sequence[int],
-    decode: prefill_pb2.DecodeTarget | None,
+    decode: decode_pb2.DecodeTarget | None,
     *,
     max_tokens: int = 4,
     stop_token_ids: Sequence[int] = (),

@@ -32,7 +32,7 @@ from model.runner import Chunk, LayerDone, StepOutput
 from model.timed_runner import StepTiming, TimedRunner
 from model.tokenizer import Tokenizer
 from prefill.service import PrefillService
-from protos import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from protos.channel import open_channel
 from protos.serve import GrpcServer
 
@@ -120,6 +120,7 @@ class TimedWorker:
         self.decode = DecodeService(
             pool=self.pool,
             description=self._description(),
+            sender=self.sender,
             tokenizer=byte_tokenizer(),
             vocab_size=VOCAB_SIZE,
             states=self.runner,
@@ -158,8 +159,8 @@ class TimedWorker:
         self.agent.close()
 
     @property
-    def target(self) -> prefill_pb2.DecodeTarget:
-        return prefill_pb2.DecodeTarget(worker_id=self.name, address=self._server.address, epoch=self.epoch)
+    def target(self) -> decode_pb2.DecodeTarget:
+        return decode_pb2.DecodeTarget(worker_id=self.name, address=self._server.address, epoch=self.epoch)
 
     @property
     def is_at_rest(self) -> bool:

@@ -102,7 +102,7 @@ async def test_prefill_for_a_decode_worker_without_a_name(cluster: LocalCluster)
             token_ids=[5],
             num_prompt_tokens=1,
             sampling=sampling(),
-            decode=prefill_pb2.DecodeTarget(address="127.0.0.1:1"),
+            decode=decode_pb2.DecodeTarget(address="127.0.0.1:1"),
         )
         with pytest.raises(InvalidArgument) as caught, service_errors():
             await prefill_pb2_grpc.PrefillStub(channel).Prefill(request).read()
@@ -136,7 +136,7 @@ async def test_two_streams_for_one_attempt(cluster: LocalCluster) -> None:
         first = decode_pb2_grpc.DecodeStub(to_decode).Decode(asked)
         await asyncio.sleep(0.1)
         await assert_refused(to_decode, asked)
-        target = prefill_pb2.DecodeTarget(worker_id="decode-0", address=decode.address, epoch=decode.epoch)
+        target = decode_pb2.DecodeTarget(worker_id="decode-0", address=decode.address, epoch=decode.epoch)
         request = prefill_pb2.PrefillRequest(
             attempt_id="two", token_ids=[5, 6, 7], num_prompt_tokens=3, sampling=sampling(), decode=target
         )

@@ -324,3 +324,31 @@ async def test_killed_decode_worker_takes_no_answer_with_it(drafting: Drafting, 
     assert usage.drafted_tokens >= usage.accepted_tokens > 0  # of the last attempt
     if drafting.drafter == "model":
         assert usage.accepted_tokens >= 0.98 * usage.drafted_tokens
+
+
+async def test_moved_while_it_drafts(drafting: Drafting) -> None:
+    """The prefill worker, of the same drafter, becomes a decode worker as the other one is drained."""
+    sampling = replace(GREEDY, max_tokens=160)
+    asked = repetitive(6)
+    stayed = await drafting.ask_all([(prompt, sampling) for prompt in asked])
+    num_begun = 0
+
+    async def drain_once_all_have_begun() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == len(asked):
+            await drafting.client.set_role("prefill-0", "decode")
+            await drafting.client.set_draining("decode-0", True)
+
+    asking = [ask(drafting.client, p, sampling, at_token=20, then=drain_once_all_have_begun) for p in asked]
+    answers = await asyncio.gather(*asking)
+    await drafting.client.set_draining("decode-0", False)
+    assert [answered.token_ids for answered in answers] == [answered.token_ids for answered in stayed]
+    assert [answered.text for answered in answers] == [answered.text for answered in stayed]
+    moved = [index for index, answered in enumerate(answers) if answered.usage.num_moves]
+    assert len(moved) >= 3
+    assert sum(answered.usage.num_resumes for answered in answers) == 0
+    for index in moved:  # it drafts on there; where it waited for its move it did not
+        usage, other = answers[index].usage, stayed[index].usage
+        assert usage.drafted_tokens > 0.6 * other.drafted_tokens
+        assert usage.accepted_tokens > 0.6 * other.accepted_tokens

@@ -16,6 +16,7 @@ from model.block_pool import BlockPool
 from model.runner import NonFiniteLogits, Outcome, SampledToken, StepOutput, VerifiedDraft
 from model.sampling_params import SamplingParams
 from model.sequence import FinishReason, Sequence
+from protos.errors import FailedPrecondition
 
 BLOCK_SIZE = 4
 NOTHING = StepOutput(())
@@ -340,3 +341,66 @@ def test_nobody_is_preempted_for_blocks_of_drafts_that_fell() -> None:
     assert [s.chunk.num_draft_tokens for s in scheduler.schedule(64)] == [0, 0]
     assert [len(d.sequence.block_ids) for d in (guessing, plain)] == [1, 2]
     assert guessing.num_preemptions == plain.num_preemptions == 0
+
+
+async def test_halted_sequence_stops_one_token_before_its_block_is_full_and_can_go_on() -> None:
+    pool = BlockPool(16)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    leaving, other = received(pool, [5, 6, 7, 8, 9], 20), received(pool, [1, 2, 3], 20)
+    for decoding in (leaving, other):
+        scheduler.add(decoding)
+    step(scheduler)
+    halt = scheduler.halt(leaving)
+    assert not halt.at.done()
+    assert [step(scheduler) for _ in range(3)] == [[1, 1], [1], [1]]  # 6 tokens have KV, and stand at 7
+    assert (halt.at.result(), halt.reached.done()) == (7, True)
+    assert leaving.sequence.num_computed_tokens == 7
+    assert (scheduler.num_running, leaving.holds_blocks) == (2, True)
+    with pytest.raises(FailedPrecondition, match="being handed over"):
+        scheduler.halt(leaving)
+    scheduler.go_on(leaving)
+    while step(scheduler):
+        pool.check_integrity()
+    assert output(leaving) == plain_loop([5, 6, 7, 8, 9], 20)
+    assert output(other) == plain_loop([1, 2, 3], 20)
+    assert pool.num_used == 0
+    with pytest.raises(FailedPrecondition, match="has ended"):
+        scheduler.halt(leaving)
+
+
+async def test_halted_sequence_drafts_no_more() -> None:
+    """What it drafts could carry it past the place where it is to stop."""
+
+    class Planner(NoDrafts):
+        def plan(self, decoding: Sequence_[DecodeSequence], num_tokens: int) -> list[int]:
+            return [2] * len(decoding)
+
+    pool = BlockPool(16)
+    scheduler = DecodeScheduler(pool, max_running=4, planner=Planner())
+    old, leaving = received(pool, [1, 2, 3], 12), received(pool, [5, 6, 7, 8, 9], 12)
+    for decoding in (old, leaving):
+        scheduler.add(decoding)
+    halt = scheduler.halt(leaving)
+    seen = []
+    while not halt.reached.done():
+        scheduled = scheduler.schedule(64)
+        seen += [s.chunk.num_draft_tokens for s in scheduled if s.chunk.history is leaving.sequence.token_ids]
+        scheduler.complete([SampledToken(next_token(list(s.chunk.history))) for s in scheduled], NOTHING)
+    assert set(seen) == {0}
+    assert leaving.sequence.num_computed_tokens == halt.at.result() == 7
+
+
+@pytest.mark.parametrize("is_reached", [False, True])
+async def test_halt_is_told_of_the_end_and_of_the_hand_over(is_reached: bool) -> None:
+    pool = BlockPool(16)
+    scheduler = DecodeScheduler(pool, max_running=4)
+    for end in (scheduler.remove, scheduler.handed_over):
+        decoding = received(pool, [5, 6, 7, 8, 9], 20)
+        scheduler.add(decoding)
+        halt = scheduler.halt(decoding)
+        for _ in range(3 * is_reached):
+            step(scheduler)
+        end(decoding)
+        assert halt.reached.done()
+        assert (halt.reached.exception() is None) == is_reached
+        assert (decoding.sequence.finish_reason, scheduler.num_running, pool.num_used) == (None, 0, 0)

@@ -169,6 +169,43 @@ def test_status_and_roles(up: Up) -> None:
     assert "decode-9" in unknown.stderr
 
 
+def test_drain(up: Up) -> None:
+    drained = pdserve("drain", "decode-0", "--router", up.address)
+    assert drained.returncode == 0
+    assert re.fullmatch(
+        r"decode-0 is drained: nothing runs there, after \d\.\d s\. It may be stopped now\.\n", drained.stdout
+    )
+    status = pdserve("status", "--router", up.address).stdout
+    assert re.search(r"^decode-0 +decode +draining ", status, re.MULTILINE)
+    undone = pdserve("drain", "decode-0", "--undo", "--router", up.address)
+    assert (undone.returncode, undone.stdout) == (0, "decode-0 gets requests again.\n")
+    assert re.search(r"^decode-0 +decode +ready ", pdserve("status", "--router", up.address).stdout, re.MULTILINE)
+    unknown = pdserve("drain", "decode-9", "--router", up.address)
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "no worker 'decode-9' is registered" in unknown.stderr
+
+
+def test_drain_says_what_is_left(up: Up) -> None:
+    """There is nobody else who could go on with it."""
+    asking = subprocess.Popen(
+        [*PDSERVE, "generate", "x", "--ignore-eos", "--max-tokens", "900", "-q", "--router", up.address],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert asking.stdout is not None
+        assert asking.stdout.read(1)
+        left = pdserve("drain", "decode-0", "--wait-s", "0.5", "--router", up.address)
+        assert left.returncode == 1
+        assert left.stdout.startswith("decode-0 gets nothing new, and still has 1 request after 0.")
+    finally:
+        asking.kill()
+        asking.communicate()
+    assert pdserve("drain", "decode-0", "--router", up.address).returncode == 0
+    assert pdserve("drain", "decode-0", "--undo", "--router", up.address).returncode == 0
+
+
 def test_port_in_use(up: Up, tiny_model: Path) -> None:
     port = up.address.rpartition(":")[2]
     run = pdserve("up", "--model", str(tiny_model), "--port", port, *TIMED)

@@ -42,6 +42,7 @@ USAGE = Usage(
     num_steps=7,
     num_resumes=0,
     num_retries=0,
+    num_moves=0,
     disaggregated=True,
 )
 STAGES = (Stage("tokenize", "", 0, 0.0012), Stage("prefill", "prefill-0", 0.003, 0.0964))
@@ -113,11 +114,13 @@ def test_colocated_prompt_is_told_once_and_failures_are_told() -> None:
         disaggregated=False,
         num_retries=2,
         num_resumes=1,
+        num_moves=1,
     )
     assert summary_lines(usage, TIMELINE) == [
         "first token after 99 ms, 316 ms in all",
         "prefill  22 tokens: 22 computed",
         "answer   1 token",
+        "moved    to another decode worker, as it ran: once",
         "failures 2 placed again before the first token, 1 resumed after it",
     ]
 
@@ -155,6 +158,7 @@ DECODE = WorkerStatus(
     num_running=2,
     prefill_tokens_per_s=0.0,
     decode_step_s=0.0,
+    num_requests=1,
     reported_ago_s=0.1,
 )
 

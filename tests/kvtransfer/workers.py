@@ -20,7 +20,7 @@ from kvtransfer.transfer_thread import TransferOptions
 from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
 from protos import decode_pb2, decode_pb2_grpc
-from protos.errors import ServiceError, Unimplemented
+from protos.errors import NotFound, ServiceError, Unimplemented
 from protos.serve import GrpcServer
 from tests.kvtransfer.cache import LAYOUT, Cache
 
@@ -50,6 +50,9 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         self.silent = False  # they are not even answered
         self.answer_delay_s = 0.0  # from a ticket granted to its sending
         self.receiver = Receiver(self.pool, layout, self.epoch, options=options, failed=self.failed.__setitem__)
+
+    async def HandOver(self, request: decode_pb2.HandOverRequest, context: Any) -> decode_pb2.HandOverResponse:
+        raise NotFound("nothing decodes here", field="attempt_id")
 
     async def start(self, port: int = 0) -> None:
         self._server = GrpcServer("127.0.0.1", port)

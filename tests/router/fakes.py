@@ -75,7 +75,8 @@ class HandOver:
 
 
 class FakeWorker(prefill_pb2_grpc.PrefillServicer):
-    """`hooks` by name of the moment: prefill.start, prefill.first, prefill.committed, decode.start, decode.token."""
+    """`hooks` by name of the moment: prefill.start, prefill.first, prefill.committed, decode.start, decode.token,
+    handover.start, handover.left."""
 
     def __init__(self, name: str, role: int, hand_over: HandOver, epoch: str, num_blocks: int) -> None:
         self.name = name
@@ -88,6 +89,8 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
         self.num_open = 0
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         self.decodes: list[decode_pb2.DecodeRequest] = []
+        self.departures: list[decode_pb2.HandOverRequest] = []
+        self.leaving: dict[str, asyncio.Event] = {}  # by attempt: set when its stream has ended for another worker
         self.deadlines_s: list[float | None] = []  # of all calls
         self.commands: list[int] = []
         self.registered = asyncio.Event()
@@ -164,8 +167,21 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
                 yield message
                 if message.finish_reason:
                     return
+                if request.attempt_id in self.leaving:
+                    self.leaving[request.attempt_id].set()
+                    return
         finally:
             self.num_open -= 1
+
+    async def depart(self, request: decode_pb2.HandOverRequest) -> decode_pb2.HandOverResponse:
+        self.departures.append(request)
+        await self.at("handover.start", request.attempt_id, 0)
+        left = self.leaving[request.attempt_id] = asyncio.Event()
+        await left.wait()
+        await self.at("handover.left", request.attempt_id, 0)
+        self._hand_over.of(request.next_attempt_id).set_result(None)
+        stats = inference_pb2.DecodeStats(received_tokens=20, cached_tokens=1, num_steps=100, decode_s=1.0)
+        return decode_pb2.HandOverResponse(stats=stats)
 
     async def at(self, moment: str, attempt_id: str, num_tokens: int) -> None:
         if moment in self.hooks:
@@ -195,6 +211,9 @@ class _FakeDecode(decode_pb2_grpc.DecodeServicer):
                 yield message
         finally:
             await answer.aclose()  # type: ignore[attr-defined]
+
+    async def HandOver(self, request: decode_pb2.HandOverRequest, context: Any) -> decode_pb2.HandOverResponse:
+        return await self._worker.depart(request)
 
 
 class FakeFleet:

@@ -12,7 +12,8 @@ import pytest
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, InvalidArgument, NotFound
 from router.placement import Candidate, Demand, Placement, Role, WorkerId, place
-from router.workers import Replaced, Worker, WorkerLoad, WorkerProfile, WorkerState, WorkerTable
+from router.profile import WorkerProfile
+from router.workers import Replaced, Worker, WorkerLoad, WorkerState, WorkerTable
 
 LAYOUT = KVLayout("m1", "float32", 2, 2, 8, block_size=16)
 READY = WorkerLoad(WorkerState.READY, num_free_blocks=100)

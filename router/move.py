@@ -1,0 +1,70 @@
+"""Takes a running sequence away from a decode worker that is leaving: picks another, and has it handed over there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protos import inference_pb2 as pb
+from protos.errors import ServiceError
+from router import metrics
+from router.attempt import Attempt
+from router.placement import Candidate, Demand, Placement, place_moved
+from router.workers import Dispatch, WorkerTable
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1  # doubled with each failure
+_MAX_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A sequence that `target` has taken, to go on as `attempt_id`; its load there is counted already."""
+
+    attempt_id: str
+    target: Candidate
+    dispatch: Dispatch
+    stats: pb.DecodeStats  # of what the worker before did
+
+
+async def moved(
+    attempt: Attempt, dispatch: Dispatch, demand: Callable[[], Demand], table: WorkerTable, rng: random.Random
+) -> Move:
+    """Waits until the attempt's decode worker is leaving, and returns when another one has the sequence.
+
+    While nobody has room, or a hand-over fails, the sequence stays where it is and is tried again. `demand` is asked
+    each time. Cancelled, no load stays counted.
+    """
+    retry_s = _RETRY_S
+    while True:
+        await dispatch.leaving.wait()
+        move = await _try_to_move(attempt, demand(), table, rng) if dispatch.is_prefilled else None
+        if move is not None:
+            return move
+        await asyncio.sleep(retry_s * rng.uniform(0.5, 1))
+        retry_s = min(2 * retry_s, _MAX_RETRY_S)
+
+
+async def _try_to_move(attempt: Attempt, demand: Demand, table: WorkerTable, rng: random.Random) -> Move | None:
+    source = attempt.placement.decode
+    target = None if source is None else place_moved(table.snapshot(), demand, source.id, rng)
+    if target is None:
+        return None
+    attempt_id = secrets.token_hex(8)
+    dispatch = table.dispatch(Placement(None, target), demand.num_tokens, demand.num_blocks)
+    try:
+        stats = await attempt.hand_over(target, attempt_id)
+    except BaseException as error:
+        dispatch.end()
+        if not isinstance(error, ServiceError):
+            raise
+        metrics.MOVES.labels(error.reason.lower()).inc()
+        logger.info("request %s stays where it is for now: %s", attempt.request.request_id, error)
+        return None
+    metrics.MOVES.labels("ok").inc()
+    return Move(attempt_id, target, dispatch, stats)
