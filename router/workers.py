@@ -180,8 +180,8 @@ class WorkerTable:
         for worker in (prefill, decode):
             if worker is not None:
                 worker.dispatches.add(dispatch)
-        if decode is not None:
-            self._tell_dispatches(decode)
+        if decode is not None and _is_leaving(decode):
+            dispatch.leaving.set()
         return dispatch
 
     def snapshot(self) -> list[Candidate]:
@@ -235,7 +235,7 @@ class WorkerTable:
     def _tell_dispatches(self, worker: Worker) -> None:
         for dispatch in worker.dispatches:
             if dispatch.decode is worker:
-                if worker.is_drained or worker.load.state is WorkerState.DRAINING:
+                if _is_leaving(worker):
                     dispatch.leaving.set()
                 else:
                     dispatch.leaving.clear()
@@ -275,3 +275,7 @@ class WorkerTable:
             num_free_blocks=load.num_free_blocks - sum(each.num_blocks for each in coming if each.decode is worker),
             max_context_tokens=worker.profile.max_context_tokens,
         )
+
+
+def _is_leaving(worker: Worker) -> bool:
+    return worker.is_drained or worker.load.state is WorkerState.DRAINING
