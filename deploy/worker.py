@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -53,6 +54,8 @@ async def serve_worker(config: WorkerConfig) -> None:
     logger.info("warming up")
     await asyncio.to_thread(warm_up, runner, _WARM_UP_TOKENS)
     worker = Worker(config, folder, runner)
+    gc.collect()  # what loading left behind; what is here now stays, and the collector need not look at it again:
+    gc.freeze()  # it would stop every stream for a tenth of a second, to find nothing
     try:
         await worker.serve()
     except* (ServiceError, OSError) as errors:

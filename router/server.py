@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 from contextlib import AsyncExitStack, suppress
@@ -56,6 +57,8 @@ async def serve_router(config: RouterConfig) -> None:
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     card = await asyncio.to_thread(load_card, config.model, folder)
     async with Router(config, card) as router:
+        gc.collect()
+        gc.freeze()  # what is here now stays: to look at it again and again would stop every stream each time
         logger.info("serving %s at %s", card.name, router.address)
         await drain_on_signal(router.drain)
 
