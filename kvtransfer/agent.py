@@ -20,6 +20,50 @@ class Region:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A cache as `num_pieces` pieces of `piece_bytes`, one behind the other, counted from 0."""
+
+    base_address: int
+    piece_bytes: int
+    num_pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Piece `local_indices[i]` of our cache goes to piece `remote_indices[i]` of the peer's, for each i.
+
+    An agent that knows the grids already finds them faster than as many regions. ValueError if the grids do not fit.
+    """
+
+    local: Grid
+    remote: Grid
+    local_indices: Sequence[int]
+    remote_indices: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if self.local.piece_bytes != self.remote.piece_bytes:
+            raise ValueError(f"pieces of {self.local.piece_bytes} bytes do not fit those of {self.remote.piece_bytes}")
+
+    def __len__(self) -> int:
+        return len(self.local_indices)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self) * self.local.piece_bytes
+
+    def regions(self) -> list[Region]:
+        """The same as regions: one for each run over which both sides count upwards by one."""
+        here, there, size = self.local.base_address, self.remote.base_address, self.local.piece_bytes
+        local, remote = self.local_indices, self.remote_indices
+        found, start = [], 0
+        for end in range(1, len(local) + 1):
+            if end == len(local) or local[end] != local[end - 1] + 1 or remote[end] != remote[end - 1] + 1:
+                found.append(Region(here + local[start] * size, there + remote[start] * size, (end - start) * size))
+                start = end
+        return found
+
+
 class WriteState(enum.Enum):
     MOVING = "moving"
     DONE = "done"
@@ -57,7 +101,7 @@ class TransferAgent(Protocol):
         """Forgets a peer; unknown names are ignored. Writes still moving end FAILED."""
         ...
 
-    def write(self, peer_name: str, regions: Sequence[Region]) -> Write:
+    def write(self, peer_name: str, what: Sequence[Region] | Pieces) -> Write:
         """Starts copying. May block while it copies (over shared memory it does), with the GIL released: call it from
         a thread that has nothing else to do. Raises PeerUnreachable."""
         ...

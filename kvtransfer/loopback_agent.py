@@ -9,7 +9,7 @@ import ctypes
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from kvtransfer.agent import PeerUnreachable, Region, WriteState
+from kvtransfer.agent import PeerUnreachable, Pieces, Region, WriteState
 
 
 class LoopbackNetwork:
@@ -75,10 +75,11 @@ class LoopbackAgent:
     def disconnect(self, peer_name: str) -> None:
         self._peers.discard(peer_name)
 
-    def write(self, peer_name: str, regions: Sequence[Region]) -> LoopbackWrite:
+    def write(self, peer_name: str, what: Sequence[Region] | Pieces) -> LoopbackWrite:
         peer = self.reach(peer_name)
         if peer is None:
             raise PeerUnreachable(f"{peer_name!r} is not connected")
+        regions = what.regions() if isinstance(what, Pieces) else what
         for region in regions:
             _check_inside(self._cache, region.local_address, region.num_bytes)
             _check_inside(peer._cache, region.remote_address, region.num_bytes)

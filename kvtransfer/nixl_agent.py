@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.agent import PeerUnreachable, Region, WriteState
+from kvtransfer.agent import Grid, PeerUnreachable, Pieces, Region, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class NixlAgent:
         self._agent.registerMem(self._cache, self._backends)
         self._metadata = bytes(self._agent.getLocalMD())
         self._peers: dict[str, _Peer] = {}
+        self._lists: dict[Grid, int] = {}  # of our cache, as prepared
 
     @staticmethod
     def load() -> Nixl:
@@ -95,33 +96,30 @@ class NixlAgent:
         for write in list(peer.moving):
             write.give_up()
         try:
+            self._release(peer.lists)
             self._agent.invalidateRemoteMD(peer_name)
         except self._nixl.errors as error:
             logger.warning("agent %s could not be forgotten: %s", peer_name, error)
 
-    def write(self, peer_name: str, regions: Sequence[Region]) -> NixlWrite:
+    def write(self, peer_name: str, what: Sequence[Region] | Pieces) -> NixlWrite:
         peer = self._peers.get(peer_name)
         if peer is None:
             raise PeerUnreachable(f"agent {peer_name!r} is not connected")
-        rows = np.array([(r.local_address, r.remote_address, r.num_bytes) for r in regions], np.uint64)  # [R, 3]
         try:
-            handle = self._agent.createXferReq(
-                self._nixl.bindings.NIXL_WRITE,
-                self._descriptors(rows[:, 0], rows[:, 2], self._device_id),
-                self._descriptors(rows[:, 1], rows[:, 2], peer.device_id),
-                peer_name,
-                "",
-                self._backends,
-            )
+            if isinstance(what, Pieces):
+                handle, num_bytes = self._request_pieces(peer_name, peer, what), what.num_bytes
+            else:
+                handle, num_bytes = self._request_regions(peer_name, peer, what), sum(r.num_bytes for r in what)
         except self._nixl.errors as error:
             raise PeerUnreachable(f"a write to agent {peer_name!r} could not be prepared: {error}") from error
-        write = NixlWrite(self._agent, self._nixl, handle, int(rows[:, 2].sum()), peer.moving)
+        write = NixlWrite(self._agent, self._nixl, handle, num_bytes, peer.moving)
         write.post()
         return write
 
     def close(self) -> None:
         for peer_name in list(self._peers):
             self.disconnect(peer_name)
+        self._release(self._lists)
         self._agent.deregisterMem(self._cache, self._backends)
         self._agent = None  # ends the progress thread
 
@@ -131,6 +129,33 @@ class NixlAgent:
         config.pthrDelay = _PROGRESS_INTERVAL_US
         config.syncMode = self._nixl.bindings.NIXL_THREAD_SYNC_STRICT
         return config
+
+    def _request_pieces(self, peer_name: str, peer: _Peer, pieces: Pieces) -> int:
+        """NIXL makes one descriptor of pieces that follow each other on both sides, so a list serves runs as well."""
+        write = self._nixl.bindings.NIXL_WRITE
+        here = self._prepared(self._nixl.bindings.NIXL_INIT_AGENT, self._lists, pieces.local, self._device_id)
+        there = self._prepared(peer_name, peer.lists, pieces.remote, peer.device_id)
+        indices = pieces.local_indices, pieces.remote_indices
+        return int(self._agent.makeXferReq(write, here, indices[0], there, indices[1], "", self._backends))
+
+    def _request_regions(self, peer_name: str, peer: _Peer, regions: Sequence[Region]) -> int:
+        rows = np.array([(r.local_address, r.remote_address, r.num_bytes) for r in regions], np.uint64)  # [R, 3]
+        here = self._descriptors(rows[:, 0], rows[:, 2], self._device_id)
+        there = self._descriptors(rows[:, 1], rows[:, 2], peer.device_id)
+        write = self._nixl.bindings.NIXL_WRITE
+        return int(self._agent.createXferReq(write, here, there, peer_name, "", self._backends))
+
+    def _prepared(self, agent_name: str, lists: dict[Grid, int], grid: Grid, device_id: int) -> int:
+        """The list of all pieces of a cache, made at its first use. It takes one row: NIXL computes the rest."""
+        if (handle := lists.get(grid)) is None:
+            row = (grid.base_address, grid.piece_bytes, max(device_id, 0), grid.piece_bytes, grid.num_pieces)
+            segment, rows = self._segment(device_id), np.array([row], np.uint64)
+            handle = lists[grid] = int(self._agent.prepXferDlist(agent_name, segment, rows, self._backends))
+        return handle
+
+    def _release(self, lists: dict[Grid, int]) -> None:
+        while lists:
+            self._agent.releasedDlistH(lists.popitem()[1])
 
     def _segment(self, device_id: int) -> object:
         return self._nixl.bindings.VRAM_SEG if device_id >= 0 else self._nixl.bindings.DRAM_SEG
@@ -144,6 +169,7 @@ class NixlAgent:
 class _Peer:
     def __init__(self, device_id: int) -> None:
         self.device_id = device_id
+        self.lists: dict[Grid, int] = {}  # of its cache, as prepared
         self.moving: set[NixlWrite] = set()
 
 

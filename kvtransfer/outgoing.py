@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtransfer import metrics
-from kvtransfer.agent import Region
 from kvtransfer.errors import IncompleteTransfer, TransferFailed
-from kvtransfer.geometry import CacheSpan, regions
+from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.peer import Peer
 from kvtransfer.ticket import HandoverRecord, Reservation, SendStats, Ticket
 from kvtransfer.transfer_thread import TransferThread, WriteStream
@@ -144,11 +143,7 @@ class Outgoing:
             return
         for layer in layers:
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
-        self._thread.post(self._stream, lambda: self._regions(layers, local_ids, remote_ids))
-
-    def _regions(self, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int]) -> list[Region]:
-        remote = self._peer.span
-        return [region for layer in layers for region in regions(self._local, remote, layer, local_ids, remote_ids)]
+        self._thread.post(self._stream, lambda: pieces(self._local, self._peer.span, layers, local_ids, remote_ids))
 
     async def _drained(self) -> None:
         await self._thread.drain(self._stream)

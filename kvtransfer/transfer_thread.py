@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvtransfer import metrics
-from kvtransfer.agent import PeerUnreachable, Region, TransferAgent, Write, WriteState
+from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.errors import TransferFailed
 
 logger = logging.getLogger(__name__)
@@ -72,13 +72,13 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
-    def post(self, stream: WriteStream, regions: Callable[[], Sequence[Region]]) -> None:
-        """Queues a write, whose `regions` are evaluated on the transfer thread. Any thread may call it.
+    def post(self, stream: WriteStream, what: Callable[[], Sequence[Region] | Pieces]) -> None:
+        """Queues a write, whose regions or pieces are worked out on the transfer thread. Any thread may call it.
 
         Waits while the queue is full. Raises TransferFailed if it stays so."""
         if not self._room.acquire(timeout=self._options.stall_s):
             raise TransferFailed(f"{self._options.max_queued_writes} writes are queued and none has been posted")
-        self._jobs.put(partial(self._post, stream, regions))
+        self._jobs.put(partial(self._post, stream, what))
 
     def drain(self, stream: WriteStream) -> asyncio.Future[None]:
         """Done when every write of the stream that was queued before has ended, well or not."""
@@ -110,14 +110,14 @@ class TransferThread:
     def _close(self) -> None:
         self._closing = True
 
-    def _post(self, stream: WriteStream, make_regions: Callable[[], Sequence[Region]]) -> None:
+    def _post(self, stream: WriteStream, work_out: Callable[[], Sequence[Region] | Pieces]) -> None:
         self._room.release()
         if stream.stopped:
             return
         started = time.perf_counter()
         try:
-            regions = make_regions()
-            write = self._agent.write(stream.peer_name, regions)
+            what = work_out()
+            write = self._agent.write(stream.peer_name, what)
         except PeerUnreachable as error:
             self._fail(stream, TransferFailed(f"{stream.peer_name} cannot be written to: {error}"))
             return
@@ -127,7 +127,7 @@ class TransferThread:
             return
         metrics.WRITE_SECONDS.inc(time.perf_counter() - started)
         metrics.WRITES.inc()
-        metrics.DESCRIPTORS.inc(len(regions))
+        metrics.DESCRIPTORS.inc(len(what))
         stream.num_moving += 1
         self._moving.append(_Posted(write, stream, time.monotonic() + self._options.stall_s))
 

@@ -89,7 +89,8 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
-    shape = (layout.num_layers, num_blocks, layout.num_kv_heads, 2, layout.block_size, layout.head_dim)
+    heads = (layout.num_kv_heads, layout.num_vectors)
+    shape = (layout.num_layers, num_blocks, *heads, layout.block_size, layout.head_dim)
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\npdserve.v1\x1a\x16protos/inference.proto\"\xa9\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x14\n\x0cprefill_here\x18\x06 \x01(\x08\"A\n\x0c\x44\x65\x63odeTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"|\n\x0fHandOverRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x17\n\x0fnext_attempt_id\x18\x03 \x01(\t\x12(\n\x06target\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.DecodeTarget\"\x88\x01\n\x10HandOverResponse\x12&\n\x05stats\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.DecodeStats\x12\x12\n\nnum_tokens\x18\x02 \x01(\x03\x12\x13\n\x0bsent_tokens\x18\x03 \x01(\x03\x12\x12\n\nsent_bytes\x18\x04 \x01(\x03\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\"7\n\x0f\x44\x65scribeRequest\x12$\n\x06layout\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\"\x90\x01\n\x08KVLayout\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x03\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x03\x12\x10\n\x08head_dim\x18\x05 \x01(\x03\x12\x12\n\nblock_size\x18\x06 \x01(\x03\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\"\xaf\x01\n\x0fPeerDescription\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x03 \x01(\x0c\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x14\n\x0c\x62\x61se_address\x18\x06 \x01(\x04\x12\x11\n\tdevice_id\x18\x07 \x01(\x03\"\xae\x01\n\x0eReserveRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csender_epoch\x18\x03 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\"~\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x03\x12\x11\n\tblock_ids\x18\x04 \x03(\x03\x12\x13\n\x0bgenerations\x18\x05 \x03(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\"\xf4\x01\n\x0eHandoverRecord\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x14\n\x0csender_epoch\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x13\n\x0bgenerations\x18\x06 \x03(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x66irst_token_id\x18\x08 \x01(\x03\x12\x13\n\x0bsent_tokens\x18\t \x01(\x03\x12\x12\n\nsent_bytes\x18\n \x01(\x03\x12\x10\n\x08\x64rafting\x18\x0b \x01(\x0c\"\x10\n\x0e\x43ommitResponse\"I\n\x0eReleaseRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x14\n\x0csender_epoch\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"O\n\tHeartbeat\x12\x14\n\x0csender_epoch\x18\x01 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x02 \x01(\t\x12\x12\n\nticket_ids\x18\x03 \x03(\t\"-\n\x11HeartbeatResponse\x12\x18\n\x10\x65nded_ticket_ids\x18\x01 \x03(\t2\xdf\x03\n\x06\x44\x65\x63ode\x12\x43\n\x06\x44\x65\x63ode\x12\x19.pdserve.v1.DecodeRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08HandOver\x12\x1b.pdserve.v1.HandOverRequest\x1a\x1c.pdserve.v1.HandOverResponse\x12\x44\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1b.pdserve.v1.PeerDescription\x12\x39\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x12.pdserve.v1.Ticket\x12@\n\x06\x43ommit\x12\x1a.pdserve.v1.HandoverRecord\x1a\x1a.pdserve.v1.CommitResponse\x12\x42\n\x07Release\x12\x1a.pdserve.v1.ReleaseRequest\x1a\x1b.pdserve.v1.ReleaseResponse\x12\x42\n\x06\x41ttach\x12\x15.pdserve.v1.Heartbeat\x1a\x1d.pdserve.v1.HeartbeatResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\npdserve.v1\x1a\x16protos/inference.proto\"\xa9\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x14\n\x0cprefill_here\x18\x06 \x01(\x08\"A\n\x0c\x44\x65\x63odeTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"|\n\x0fHandOverRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x17\n\x0fnext_attempt_id\x18\x03 \x01(\t\x12(\n\x06target\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.DecodeTarget\"\x88\x01\n\x10HandOverResponse\x12&\n\x05stats\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.DecodeStats\x12\x12\n\nnum_tokens\x18\x02 \x01(\x03\x12\x13\n\x0bsent_tokens\x18\x03 \x01(\x03\x12\x12\n\nsent_bytes\x18\x04 \x01(\x03\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\"7\n\x0f\x44\x65scribeRequest\x12$\n\x06layout\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\"\xa0\x01\n\x08KVLayout\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x03\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x03\x12\x10\n\x08head_dim\x18\x05 \x01(\x03\x12\x12\n\nblock_size\x18\x06 \x01(\x03\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x0e\n\x06latent\x18\x08 \x01(\x08\"\xaf\x01\n\x0fPeerDescription\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x03 \x01(\x0c\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x14\n\x0c\x62\x61se_address\x18\x06 \x01(\x04\x12\x11\n\tdevice_id\x18\x07 \x01(\x03\"\xae\x01\n\x0eReserveRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csender_epoch\x18\x03 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\"~\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x03\x12\x11\n\tblock_ids\x18\x04 \x03(\x03\x12\x13\n\x0bgenerations\x18\x05 \x03(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\"\xf4\x01\n\x0eHandoverRecord\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x14\n\x0csender_epoch\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x13\n\x0bgenerations\x18\x06 \x03(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x66irst_token_id\x18\x08 \x01(\x03\x12\x13\n\x0bsent_tokens\x18\t \x01(\x03\x12\x12\n\nsent_bytes\x18\n \x01(\x03\x12\x10\n\x08\x64rafting\x18\x0b \x01(\x0c\"\x10\n\x0e\x43ommitResponse\"I\n\x0eReleaseRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x14\n\x0csender_epoch\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"O\n\tHeartbeat\x12\x14\n\x0csender_epoch\x18\x01 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x02 \x01(\t\x12\x12\n\nticket_ids\x18\x03 \x03(\t\"-\n\x11HeartbeatResponse\x12\x18\n\x10\x65nded_ticket_ids\x18\x01 \x03(\t2\xdf\x03\n\x06\x44\x65\x63ode\x12\x43\n\x06\x44\x65\x63ode\x12\x19.pdserve.v1.DecodeRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08HandOver\x12\x1b.pdserve.v1.HandOverRequest\x1a\x1c.pdserve.v1.HandOverResponse\x12\x44\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1b.pdserve.v1.PeerDescription\x12\x39\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x12.pdserve.v1.Ticket\x12@\n\x06\x43ommit\x12\x1a.pdserve.v1.HandoverRecord\x1a\x1a.pdserve.v1.CommitResponse\x12\x42\n\x07Release\x12\x1a.pdserve.v1.ReleaseRequest\x1a\x1b.pdserve.v1.ReleaseResponse\x12\x42\n\x06\x41ttach\x12\x15.pdserve.v1.Heartbeat\x1a\x1d.pdserve.v1.HeartbeatResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,25 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=563
   _globals['_DESCRIBEREQUEST']._serialized_end=618
   _globals['_KVLAYOUT']._serialized_start=621
-  _globals['_KVLAYOUT']._serialized_end=765
-  _globals['_PEERDESCRIPTION']._serialized_start=768
-  _globals['_PEERDESCRIPTION']._serialized_end=943
-  _globals['_RESERVEREQUEST']._serialized_start=946
-  _globals['_RESERVEREQUEST']._serialized_end=1120
-  _globals['_TICKET']._serialized_start=1122
-  _globals['_TICKET']._serialized_end=1248
-  _globals['_HANDOVERRECORD']._serialized_start=1251
-  _globals['_HANDOVERRECORD']._serialized_end=1495
-  _globals['_COMMITRESPONSE']._serialized_start=1497
-  _globals['_COMMITRESPONSE']._serialized_end=1513
-  _globals['_RELEASEREQUEST']._serialized_start=1515
-  _globals['_RELEASEREQUEST']._serialized_end=1588
-  _globals['_RELEASERESPONSE']._serialized_start=1590
-  _globals['_RELEASERESPONSE']._serialized_end=1607
-  _globals['_HEARTBEAT']._serialized_start=1609
-  _globals['_HEARTBEAT']._serialized_end=1688
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1690
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1735
-  _globals['_DECODE']._serialized_start=1738
-  _globals['_DECODE']._serialized_end=2217
+  _globals['_KVLAYOUT']._serialized_end=781
+  _globals['_PEERDESCRIPTION']._serialized_start=784
+  _globals['_PEERDESCRIPTION']._serialized_end=959
+  _globals['_RESERVEREQUEST']._serialized_start=962
+  _globals['_RESERVEREQUEST']._serialized_end=1136
+  _globals['_TICKET']._serialized_start=1138
+  _globals['_TICKET']._serialized_end=1264
+  _globals['_HANDOVERRECORD']._serialized_start=1267
+  _globals['_HANDOVERRECORD']._serialized_end=1511
+  _globals['_COMMITRESPONSE']._serialized_start=1513
+  _globals['_COMMITRESPONSE']._serialized_end=1529
+  _globals['_RELEASEREQUEST']._serialized_start=1531
+  _globals['_RELEASEREQUEST']._serialized_end=1604
+  _globals['_RELEASERESPONSE']._serialized_start=1606
+  _globals['_RELEASERESPONSE']._serialized_end=1623
+  _globals['_HEARTBEAT']._serialized_start=1625
+  _globals['_HEARTBEAT']._serialized_end=1704
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1706
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1751
+  _globals['_DECODE']._serialized_start=1754
+  _globals['_DECODE']._serialized_end=2233
 # @@protoc_insertion_point(module_scope)

@@ -190,6 +190,7 @@ class KVLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    LATENT_FIELD_NUMBER: _builtins.int
     model_digest: _builtins.str
     """of config, tokenizer and weights"""
     dtype: _builtins.str
@@ -198,6 +199,8 @@ class KVLayout(_message.Message):
     head_dim: _builtins.int
     block_size: _builtins.int
     drafter: _builtins.str
+    latent: _builtins.bool
+    """one vector per token, not a key and a value per head"""
     def __init__(
         self,
         *,
@@ -208,10 +211,11 @@ class KVLayout(_message.Message):
         head_dim: _builtins.int = ...,
         block_size: _builtins.int = ...,
         drafter: _builtins.str = ...,
+        latent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "drafter", b"drafter", "dtype", b"dtype", "head_dim", b"head_dim", "model_digest", b"model_digest", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "drafter", b"drafter", "dtype", b"dtype", "head_dim", b"head_dim", "latent", b"latent", "model_digest", b"model_digest", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtransfer.agent import WriteState
-from kvtransfer.geometry import CacheSpan, regions
+from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.nixl_agent import NixlAgent
 from model.kv_cache import PagedKVCache
 from model.kv_layout import KVLayout
@@ -32,7 +32,7 @@ def test_scattered_blocks_arrive_bit_exact_and_no_other_is_touched() -> None:
     rng = random.Random(3)
     here, there = (rng.sample(range(NUM_BLOCKS), 100) for _ in range(2))
     local, remote = (CacheSpan(LAYOUT, cache.address, NUM_BLOCKS) for cache in (source, target))
-    wanted = [region for layer in range(LAYOUT.num_layers) for region in regions(local, remote, layer, here, there)]
+    wanted = pieces(local, remote, range(LAYOUT.num_layers), here, there)
     torch.cuda.synchronize()
     sender, receiver = agent_of("sender", source), agent_of("receiver", target)
     sender.connect("receiver", receiver.metadata(), DEVICE_ID)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +67,12 @@ def test_addresses_are_those_of_the_array() -> None:
 def test_outside_the_cache_is_refused(layer: int, block_id: int) -> None:
     with pytest.raises(ValueError, match="is not one of"):
         CacheSpan(LAYOUT, 0, 10).address(layer, block_id)
+
+
+def test_pieces_of_different_size_are_refused() -> None:
+    span, smaller = CacheSpan(LAYOUT, 0, 10), CacheSpan(replace(LAYOUT, block_size=2), 0, 10)
+    with pytest.raises(ValueError, match="pieces of 256 bytes do not fit those of 128"):
+        regions(span, smaller, 0, [1], [1])
 
 
 def test_sides_of_different_length_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.agent import PeerUnreachable, Region, WriteState
+from kvtransfer.agent import Grid, PeerUnreachable, Pieces, Region, WriteState
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from tests.kvtransfer.cache import Cache
 
@@ -35,6 +35,16 @@ def test_bytes_arrive_where_they_should_and_nowhere_else() -> None:
     there, here = two.there.array.reshape(-1), two.here.array.reshape(-1)
     assert np.array_equal(there[16:116], here[8:108])
     assert not there[:16].any() and not there[116:].any()
+
+
+def test_pieces_arrive_where_they_should_and_nowhere_else() -> None:
+    two = Two()
+    here, there = (cache.array.reshape(-1, 32) for cache in (two.here, two.there))
+    ours, theirs = (Grid(cache.address, 32, cache.num_bytes // 32) for cache in (two.here, two.there))
+    write = two.agent.write("b", Pieces(ours, theirs, [5, 6, 2], [0, 1, 9]))
+    assert (write.poll(), write.num_bytes) == (WriteState.DONE, 96)
+    assert np.array_equal(there[[0, 1, 9]], here[[5, 6, 2]])
+    assert not np.delete(there, [0, 1, 9], axis=0).any()
 
 
 def test_late_write_lands_when_it_completes() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtransfer.agent import PeerUnreachable, Region, Write, WriteState
-from kvtransfer.geometry import CacheSpan, regions
+from kvtransfer.agent import Grid, PeerUnreachable, Pieces, Region, Write, WriteState
+from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.nixl_agent import NixlAgent
 from tests.kvtransfer.cache import Cache
 from tests.kvtransfer.nixl_peer import LAYOUT, NUM_BLOCKS, NixlPeer, digest, nixl_peers
@@ -47,9 +47,9 @@ def connect(agent: NixlAgent, peer: NixlPeer) -> None:
     agent.connect(peer.name, peer.metadata, -1)
 
 
-def regions_of(cache: Cache, peer: NixlPeer, here: list[int], there: list[int]) -> list[Region]:
+def pieces_of(cache: Cache, peer: NixlPeer, here: list[int], there: list[int]) -> Pieces:
     local = CacheSpan(LAYOUT, cache.address, NUM_BLOCKS)
-    return [region for layer in range(LAYOUT.num_layers) for region in regions(local, peer.span, layer, here, there)]
+    return pieces(local, peer.span, range(LAYOUT.num_layers), here, there)
 
 
 def ended(write: Write, within_s: float = 10.0) -> WriteState:
@@ -59,14 +59,21 @@ def ended(write: Write, within_s: float = 10.0) -> WriteState:
     return write.poll()
 
 
+@pytest.mark.parametrize("prepared", [True, False])
 def test_scattered_blocks_arrive_bit_exact_and_nothing_is_said(
-    agent: NixlAgent, cache: Cache, peer: NixlPeer, capfd: pytest.CaptureFixture[str]
+    agent: NixlAgent, cache: Cache, peer: NixlPeer, prepared: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     connect(agent, peer)
+    first = list(range(100))
+    assert ended(agent.write(peer.name, pieces_of(cache, peer, first, first))) is WriteState.DONE
+    assert peer.digest(first) == digest(cache, first)
     rng = random.Random(3)
     here, there = rng.sample(EVERYTHING, 100), rng.sample(range(100, NUM_BLOCKS), 100)
     here[10:20], there[10:20] = sorted(here[10:20]), range(10)  # a run on one side only
-    write = agent.write(peer.name, regions_of(cache, peer, here, there))
+    here[30:40], there[30:40] = range(200, 210), range(90, 100)  # a run on both
+    here[50:54] = range(300, 304)  # and on the other only
+    wanted = pieces_of(cache, peer, here, there)
+    write = agent.write(peer.name, wanted if prepared else wanted.regions())
     assert ended(write) is WriteState.DONE
     assert write.num_bytes == 100 * LAYOUT.block_bytes
     assert peer.digest(there) == digest(cache, here)
@@ -80,7 +87,7 @@ def test_peer_killed_in_the_middle_fails_its_writes_and_only_its_own(
     peer, victim, again = peers
     connect(agent, peer)
     connect(agent, victim)
-    everything = regions_of(cache, victim, EVERYTHING, EVERYTHING)
+    everything = pieces_of(cache, victim, EVERYTHING, EVERYTHING)
     assert ended(agent.write(victim.name, everything)) is WriteState.DONE
     killing = threading.Timer(0.03, victim.signal, [signal.SIGKILL])
     killing.start()
@@ -90,13 +97,13 @@ def test_peer_killed_in_the_middle_fails_its_writes_and_only_its_own(
     killing.join()
     assert states[-1] is WriteState.FAILED
     assert set(states[:-1]) <= {WriteState.DONE}
-    assert ended(agent.write(peer.name, regions_of(cache, peer, [1, 2], [8, 9]))) is WriteState.DONE
+    assert ended(agent.write(peer.name, pieces_of(cache, peer, [1, 2], [8, 9]))) is WriteState.DONE
     assert peer.digest([8, 9]) == digest(cache, [1, 2])
     agent.disconnect(victim.name)
     with pytest.raises(PeerUnreachable, match="is not connected"):
         agent.write(victim.name, everything)
     connect(agent, again)  # by the same name
-    assert ended(agent.write(again.name, regions_of(cache, again, [5], [6]))) is WriteState.DONE
+    assert ended(agent.write(again.name, pieces_of(cache, again, [5], [6]))) is WriteState.DONE
     assert again.digest([6]) == digest(cache, [5])
     agent.disconnect(again.name)
     agent.disconnect(peer.name)
@@ -108,7 +115,7 @@ def test_peer_can_be_removed_and_added_again(agent: NixlAgent, cache: Cache, pee
     agent.disconnect(peer.name)
     agent.disconnect(peer.name)  # unknown by now: ignored
     connect(agent, peer)
-    assert ended(agent.write(peer.name, regions_of(cache, peer, [3], [4]))) is WriteState.DONE
+    assert ended(agent.write(peer.name, pieces_of(cache, peer, [3], [4]))) is WriteState.DONE
     assert peer.digest([4]) == digest(cache, [3])
     agent.disconnect(peer.name)
 
@@ -119,9 +126,9 @@ def test_stopped_peer_keeps_a_write_moving_until_it_is_given_up(
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory the write itself is the copy
     agent = NixlAgent("over-tcp", cache.address, cache.num_bytes)
     connect(agent, peer)
-    assert ended(agent.write(peer.name, regions_of(cache, peer, [1], [1]))) is WriteState.DONE
+    assert ended(agent.write(peer.name, pieces_of(cache, peer, [1], [1]))) is WriteState.DONE
     peer.signal(signal.SIGSTOP)
-    write = agent.write(peer.name, regions_of(cache, peer, EVERYTHING, EVERYTHING))
+    write = agent.write(peer.name, pieces_of(cache, peer, EVERYTHING, EVERYTHING))
     assert ended(write, within_s=0.2) is WriteState.MOVING
     agent.disconnect(peer.name)
     assert write.poll() is WriteState.FAILED
@@ -141,6 +148,11 @@ def test_memory_that_the_peer_did_not_register_is_refused(agent: NixlAgent, cach
     beyond = peer.span.base_address + peer.span.num_bytes
     with pytest.raises(PeerUnreachable, match="could not be prepared"):
         agent.write(peer.name, [Region(cache.address, beyond, 64)])
+    for local, remote in ((1, 2), (2, 1)):  # caches as long as they are, and twice as long
+        here = Grid(cache.address, LAYOUT.block_bytes, local * NUM_BLOCKS)
+        there = Grid(peer.span.base_address, LAYOUT.block_bytes, remote * NUM_BLOCKS)
+        with pytest.raises(PeerUnreachable, match="could not be prepared"):
+            agent.write(peer.name, Pieces(here, there, [0], [0]))
     agent.disconnect(peer.name)
 
 
