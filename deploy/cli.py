@@ -112,6 +112,7 @@ def up(context: click.Context, /, **settings: Any) -> None:
 @options.metrics_option
 @options.threads_option
 @options.worker_options
+@options.faults_option
 @options.drain_option
 @options.log_option
 def worker(log_level: str, **settings: Any) -> None:

@@ -10,9 +10,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -33,7 +33,10 @@ _STATUS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """`num_threads` None shares the cores out evenly; arguments are given to every router or worker process."""
+    """`num_threads` None shares the cores out evenly; arguments are given to every router or worker process.
+
+    `environment` is laid over this process's own, for all of them.
+    """
 
     model: str
     num_prefill: int = 1
@@ -44,6 +47,7 @@ class ClusterConfig:
     num_threads: int | None = None
     router_arguments: Sequence[str] = ()
     worker_arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 300.0
     stop_grace_s: float = 40.0
 
@@ -222,6 +226,7 @@ class LocalCluster:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": str(self.config.threads_per_worker),
+            **self.config.environment,
         }
         interpreter = (sys.executable, "-P", "-m", "deploy.cli")
         return Command(name, (*interpreter, *arguments), self.log_folder / f"{name}.log", environment)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from deploy.logs import LEVELS
 from model.sampling_params import MAX_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from kvtransfer.faults import FaultPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -181,6 +184,25 @@ worker_options = group_of(
         help="tree: several guesses for a place, where the head is unsure. auto: tree with EAGLE, which alone can.",
     ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
+)
+
+
+def _fault_plan(context: click.Context, parameter: click.Parameter, value: str | None) -> FaultPlan | None:
+    from kvtransfer.faults import FaultPlan, FaultPlanUnreadable
+
+    try:
+        return None if value is None else FaultPlan.parse(value)
+    except FaultPlanUnreadable as error:
+        raise click.BadParameter(str(error)) from None
+
+
+faults_option = click.option(
+    "--faults",
+    metavar="PLAN",
+    callback=_fault_plan,
+    envvar="PDSERVE_FAULTS",
+    show_envvar=True,
+    help="For tests: faults to make happen, such as 'drop commit 3; kill at reserved 5'; none: ready to be told later.",
 )
 drain_option = setting("--drain-s", type=float, default=30.0, help="How long what runs may go on after SIGTERM.")
 threads_option = click.option(

@@ -15,10 +15,12 @@ from pathlib import Path
 from decode.service import DecodeService
 from deploy import worker_metrics
 from deploy.drafting import draft_planner
+from deploy.fault_seams import FaultySeams, Seams
 from deploy.reporter import Reporter
 from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
 from deploy.worker_config import WorkerConfig
+from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.messages import layout_to_message
 from kvtransfer.nixl_agent import NixlAgent
@@ -33,7 +35,7 @@ from model.model_source import resolve_model
 from model.runner import Chunk, ModelRunner, StepOutput
 from model.tokenizer import Tokenizer
 from prefill.service import PrefillService
-from protos import decode_pb2_grpc, prefill_pb2_grpc, workers_pb2
+from protos import workers_pb2
 from protos.errors import ServiceError
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.values import ROLES
@@ -73,18 +75,13 @@ class Worker:
         self._is_draining = False
         self._meter = StepMeter()
         self._pool = BlockPool(runner.num_blocks)
-        self._agent = NixlAgent(
-            f"{self._worker_id}-{self._epoch}",
-            runner.cache_address,
-            runner.num_blocks * runner.layout.block_bytes,
-            runner.cache_device_id,
-        )
-        self._sender = Sender(
-            self._agent,
-            self._pool,
-            CacheSpan(runner.layout, runner.cache_address, runner.num_blocks),
-            SenderIdentity(self._worker_id, self._epoch),
-        )
+        seams = Seams() if config.faults is None else FaultySeams(FaultInjector(config.faults))
+        span = CacheSpan(runner.layout, runner.cache_address, runner.num_blocks)
+        name = f"{self._worker_id}-{self._epoch}"
+        agent = NixlAgent(name, span.base_address, span.num_bytes, runner.cache_device_id)
+        self._agent = seams.around_agent(agent, span)
+        identity = SenderIdentity(self._worker_id, self._epoch)
+        self._sender = Sender(self._agent, self._pool, span, identity, open_client=seams.open_client)
         tokenizer, model = Tokenizer.load(folder), ModelConfig.from_folder(folder)
         vocab_size = model.vocab_size
         self._max_context_tokens = max_context_tokens(config, folder)
@@ -118,8 +115,7 @@ class Worker:
         )
         self._pool.on_release = self._wake
         self._server = GrpcServer(config.host, config.port)
-        self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._prefill)
-        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._decode)
+        seams.serve(self._server, self._prefill, self._decode)
         self._tokenizer_digest = tokenizer_digest(folder)
 
     async def serve(self) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtransfer.faults import FaultPlan
 from model.sampling_params import MAX_DRAFT_TOKENS
 from protos.values import ROLES
 
@@ -43,6 +44,7 @@ class WorkerConfig:
     max_draft_tokens: int
     draft_length: str
     draft_shape: str
+    faults: FaultPlan | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "num_blocks", "block_size", "max_step_tokens", "max_running"):

@@ -25,4 +25,5 @@ TICKETS = Counter(
 LEASES_EXPIRED = Counter("pdserve_kvtransfer_leases_expired", "Leases that were not renewed in time.")
 OLDEST_QUARANTINE = Gauge("pdserve_kvtransfer_oldest_quarantine_seconds", "Age of the oldest quarantine.")
 IGNORED = Counter("pdserve_kvtransfer_ignored_messages", "Late, repeated or unknown messages.", ["message"])
+FAULTS = Counter("pdserve_faults_injected", "Faults made to happen by a fault plan.", ["fault", "target"])
 PEERS = Gauge("pdserve_kvtransfer_peers", "Decode workers this worker is connected to.")

@@ -6,7 +6,7 @@ Event loop only. It owns the transfer thread, one `Peer` for each decode worker,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvtransfer.agent import TransferAgent
@@ -36,12 +36,14 @@ class Sender:
         *,
         peer_options: PeerOptions | None = None,
         transfer_options: TransferOptions | None = None,
+        open_client: Callable[[str], DecodeClient] = lambda address: DecodeClient(open_channel(address)),
     ) -> None:
         self._agent = agent
         self._pool = pool
         self._span = span
         self._identity = identity
         self._peer_options = peer_options or PeerOptions()
+        self._open_client = open_client
         self._thread = TransferThread(agent, options=transfer_options)
         self._peers: dict[str, Peer] = {}  # by worker id
         self._connecting: dict[tuple[str, str], asyncio.Task[Peer]] = {}  # by worker id and epoch
@@ -130,7 +132,7 @@ class Sender:
         return await asyncio.shield(connecting)
 
     async def _connect_to(self, target: HandoverTarget) -> Peer:
-        client = DecodeClient(open_channel(target.address))
+        client = self._open_client(target.address)
         try:
             peer = await connect_peer(
                 client,

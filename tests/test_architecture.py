@@ -56,6 +56,7 @@ ONLY_FILE = {"nixl": "kvtransfer/nixl_agent.py", "redis": None, "ray": None}
 EDGES = {
     "decode/metrics.py",
     "decode/service.py",
+    "deploy/fault_seams.py",
     "deploy/reporter.py",
     "deploy/worker.py",
     "kvtransfer/decode_client.py",

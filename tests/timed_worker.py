@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from decode.draft_planner import DraftPlanner
 from decode.service import DecodeService
+from deploy.fault_seams import Seams
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from kvtransfer.peer import PeerOptions
@@ -92,13 +93,15 @@ class TimedWorker:
         max_step_tokens: int = 8,
         layout: KVLayout = LAYOUT,
         planner: DraftPlanner | None = None,
+        seams: Seams | None = None,
     ) -> None:
+        seams = seams or Seams()
         self.name, self.epoch, self.layout = name, secrets.token_hex(4), layout
         self._write_time = float("inf")
         self.runner = HeldRunner(layout, num_blocks)
         self.pool = BlockPool(num_blocks)
         span = CacheSpan(layout, self.runner.cache_address, num_blocks)
-        self.agent = LoopbackAgent(
+        agent = LoopbackAgent(
             network,
             f"{name}-{self.epoch}",
             span.base_address,
@@ -106,8 +109,11 @@ class TimedWorker:
             completion_delay_s=1.0,
             clock=lambda: self._write_time,
         )
+        self.agent = seams.around_agent(agent, span)
         identity = SenderIdentity(name, self.epoch)
-        self.sender = Sender(self.agent, self.pool, span, identity, peer_options=FAST_PEER)
+        self.sender = Sender(
+            self.agent, self.pool, span, identity, peer_options=FAST_PEER, open_client=seams.open_client
+        )
         self.prefill = PrefillService(
             pool=self.pool,
             layout=layout,
@@ -135,8 +141,7 @@ class TimedWorker:
         )
         self.pool.on_release = self.engine.wake
         self._server = GrpcServer("127.0.0.1", 0)
-        self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.prefill)
-        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.decode)
+        seams.serve(self._server, self.prefill, self.decode)
 
     async def start(self) -> None:
         await self._server.start()

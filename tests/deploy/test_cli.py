@@ -68,6 +68,10 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["chat", "x", "--speculation", "65"], "'65' is neither off nor a number of tokens from 0 to 64"),
         (["up", "--max-draft-tokens", "65"], "65 is not in the range 0<=x<=64"),
         (["worker", "--max-draft-tokens", "-1"], "-1 is not in the range 0<=x<=64"),
+        (
+            ["worker", "--faults", "drop comit 3"],
+            "'comit' in 'drop comit 3': expected what can be hit by 'drop': describe",
+        ),
         (["worker", "--drafter", "oracle"], "'oracle' is not one of 'auto', 'none', 'ngram', 'eagle', 'eagle+ngram'"),
         (["model", "build", "gpt-7"], "unknown: gpt-7; there are demo-dense and demo-moe"),
     ],
@@ -196,4 +200,4 @@ def test_up_passes_on_what_it_does_not_decide_itself() -> None:
     passed_on = {option.name for option in cli.commands["up"].params if isinstance(option, options.WorkerOption)}
     decided = {"model", "router_address", "role", "host", "port", "worker_id", "metrics_port", "num_threads"}
     of_worker = {option.name for option in cli.commands["worker"].params}
-    assert passed_on == of_worker - decided - {"drain_s", "log_level"}
+    assert passed_on == of_worker - decided - {"drain_s", "log_level", "faults"}  # a fault plan is inherited
