@@ -25,7 +25,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer at the same address does not inherit a back-off
     ("grpc.enable_retries", 0),  # whether to try again is decided where the request is understood
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # despite its name, how long a connection may take to be made
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 
