@@ -26,7 +26,7 @@ from protos import (
     prefill_pb2_grpc,
 )
 from protos.calls import Context
-from protos.channel import open_channel
+from protos.channel import open_channel, service_errors
 from protos.errors import InvalidArgument
 from protos.serve import GrpcServer
 
@@ -144,3 +144,11 @@ class StagedDecode(decode_pb2_grpc.DecodeServicer):
 def _generator(answers: AsyncIterator[_Answer]) -> AsyncGenerator[_Answer, None]:
     """What our services' streams are, though the generated code does not say so: they can be closed."""
     return cast("AsyncGenerator[_Answer, None]", answers)
+
+
+async def set_fault_plan(address: str, plan: str, timeout_s: float = 5.0) -> None:
+    """At a worker that was started with a plan. Raises the worker's refusal, Unimplemented if it was not."""
+    async with open_channel(address) as channel:
+        with service_errors(f"no worker answers at {address}"):
+            request = faults_pb2.SetFaultPlanRequest(plan=plan)
+            await faults_pb2_grpc.FaultsStub(channel).SetFaultPlan(request, timeout=timeout_s)

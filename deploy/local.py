@@ -139,6 +139,10 @@ class LocalCluster:
         self._processes[name].kill()
         await self._processes[name].wait()
 
+    async def ended(self, name: str) -> int:
+        """Waits until the process has ended by itself; returns its exit code, -N if signal N ended it."""
+        return await self._processes[name].wait()
+
     def kill_all(self) -> None:
         for process in self._processes.values():
             process.kill()
