@@ -24,7 +24,7 @@ from protos.values import Sampling, Summary
 
 DEADLINE_S = 60.0
 SLACK_S = 5.0  # beyond its deadline a request hangs
-LEAVING_SHARE = 0.15
+LEAVING_SHARE, LEAVING_RATE = 0.15, 4.0  # of clients; a second
 PROMPT_LENGTHS = (1, 7, 16, 31, 64, 100, 180, 300, 450)
 ANSWER_LENGTHS = (1, 2, 8, 30, 80, 160)
 GREEDY = SamplingParams(max_tokens=max(ANSWER_LENGTHS), temperature=0.0)
@@ -109,7 +109,8 @@ class Load:
     async def _ask_on(self, client: PdserveClient) -> None:
         while not self._is_stopping:
             question, num_tokens = self._rng.choice(self._asked), self._rng.choice(ANSWER_LENGTHS)
-            leaves_after_s = self._rng.expovariate(4.0) if self._rng.random() < LEAVING_SHARE else None
+            leaves = self._rng.random() < LEAVING_SHARE
+            leaves_after_s = self._rng.expovariate(LEAVING_RATE) if leaves else None
             asked = _Asked(question, num_tokens)
             self.tally.num_requests += 1
             try:

@@ -45,7 +45,7 @@ class Storm:
         self.counts: Counter[str] = Counter()  # of what is done from here; what workers inject is in their logs
         self._cluster = cluster
         self._rng = rng
-        self._faults = (*MESSAGE_FAULTS, *SILENT_FAULTS) if with_silent_faults else MESSAGE_FAULTS
+        self._always = SILENT_FAULTS if with_silent_faults else ()
         self._out_of_service: dict[str, asyncio.Task[None]] = {}  # by worker
         self._workers = list(cluster.config.worker_roles)
 
@@ -111,7 +111,7 @@ class Storm:
         while True:
             await asyncio.sleep(self._rng.uniform(*PLAN_S))
             if name not in self._out_of_service:
-                faults = self._rng.sample(self._faults, self._rng.randrange(0, 5))
+                faults = [*self._always, *self._rng.sample(MESSAGE_FAULTS, self._rng.randrange(0, 5))]
                 with suppress(Unavailable):  # it has just been killed
                     await self._set_plan(name, "; ".join([*faults, f"seed {self._rng.randrange(10**6)}"]))
 
