@@ -138,7 +138,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     sender = messages.heartbeat_sender(heartbeat)
                     self.receiver.sender_attached(sender.epoch)
                 ended = self.receiver.heartbeat(sender, heartbeat.ticket_ids)
-                yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended)
+                yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended, number=heartbeat.number)
         finally:
             if sender is not None:
                 self.receiver.sender_gone(sender.epoch)

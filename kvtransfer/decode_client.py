@@ -10,7 +10,7 @@ import grpc.aio
 
 from kvtransfer import messages
 from kvtransfer.errors import TransferFailed
-from kvtransfer.ticket import HandoverRecord, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import HandoverRecord, PeerDescription, Renewal, Reservation, SenderIdentity, Ticket
 from model.kv_layout import KVLayout
 from protos import decode_pb2, decode_pb2_grpc
 from protos.channel import service_errors
@@ -44,12 +44,21 @@ class DecodeClient:
 
     async def attach(
         self, sender: SenderIdentity, heartbeats: AsyncIterator[Sequence[str]], silence_s: float
-    ) -> AsyncGenerator[Sequence[str], None]:
-        """Sends the ids of the tickets being written, yields those that have ended. It ends only by an error.
+    ) -> AsyncGenerator[Renewal, None]:
+        """Sends the ids of the tickets being written, yields what is answered. It ends only by an error.
 
         Raises TransferFailed if the worker ends the stream or does not answer for `silence_s`.
         """
-        call = self._stub.Attach(messages.heartbeat_to_message(sender, ticket_ids) async for ticket_ids in heartbeats)
+        sent_at: dict[int, float] = {}  # by the number of each heartbeat that is not answered
+
+        async def numbered() -> AsyncIterator[decode_pb2.Heartbeat]:
+            number = 0
+            async for ticket_ids in heartbeats:
+                number += 1
+                sent_at[number] = asyncio.get_running_loop().time()
+                yield messages.heartbeat_to_message(sender, ticket_ids, number)
+
+        call = self._stub.Attach(numbered())
         try:
             while True:
                 async with asyncio.timeout(silence_s):  # not wait_for: it may take an answer for its cancellation
@@ -57,7 +66,11 @@ class DecodeClient:
                         response = await call.read()
                 if not isinstance(response, decode_pb2.HeartbeatResponse):  # it is grpc.aio.EOF
                     raise TransferFailed("the decode worker ended the Attach stream")
-                yield response.ended_ticket_ids
+                at = sent_at.get(response.number)
+                for number in [number for number in sent_at if number <= response.number]:
+                    del sent_at[number]
+                if at is not None:  # else it answers nothing that was asked, or a second time
+                    yield Renewal(tuple(response.ended_ticket_ids), at)
         except TimeoutError:
             raise TransferFailed(f"the decode worker did not answer a heartbeat for {silence_s} s") from None
         finally:

@@ -18,7 +18,7 @@ from kvtransfer.decode_client import DecodeClient
 from kvtransfer.errors import TransferFailed
 from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.faults import Fault, Stage, Target
-from kvtransfer.ticket import HandoverRecord, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import HandoverRecord, PeerDescription, Renewal, Reservation, SenderIdentity, Ticket
 from model.kv_layout import KVLayout
 from protos.errors import DeadlineExceeded
 
@@ -84,17 +84,21 @@ class FaultyClient(DecodeClient):
 
     async def attach(
         self, sender: SenderIdentity, heartbeats: AsyncIterator[Sequence[str]], silence_s: float
-    ) -> AsyncGenerator[Sequence[str], None]:
+    ) -> AsyncGenerator[Renewal, None]:
         answers = super().attach(sender, self._heartbeats(heartbeats), silence_s)
         clock = asyncio.get_running_loop().time
         heard_at = clock()
-        async with aclosing(answers), aclosing(self._on_their_way(Target.HEARTBEAT_ANSWER, answers)) as arriving:
-            async for arrived in arriving:
+        async with aclosing(answers):
+            async for answer in answers:
+                hits = self._injector.hits(Target.HEARTBEAT_ANSWER)
+                await asyncio.sleep(hits.get(Fault.DELAY, 0.0))
                 if clock() - heard_at > silence_s:  # the client around us heard it when it was sent
                     raise TransferFailed(f"the decode worker did not answer a heartbeat for {silence_s} s")
-                for ended_ticket_ids in arrived:
+                if Fault.CORRUPT in hits:
+                    answer = replace(answer, ended_ticket_ids=(_DAMAGED, *answer.ended_ticket_ids[1:]))
+                for _ in range(0 if Fault.DROP in hits else 1 + (Fault.DUPLICATE in hits)):
                     heard_at = clock()
-                    yield ended_ticket_ids
+                    yield answer
 
     async def close(self) -> None:
         for delivery in self._deliveries:
@@ -152,19 +156,13 @@ class FaultyClient(DecodeClient):
         return damage_answer(answer) if Fault.CORRUPT in hits else answer
 
     async def _heartbeats(self, heartbeats: AsyncIterator[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
-        async for arrived in self._on_their_way(Target.HEARTBEAT, heartbeats):
-            for ticket_ids in arrived:
-                yield ticket_ids
-
-    async def _on_their_way(
-        self, target: Target, messages: AsyncIterator[Sequence[str]]
-    ) -> AsyncGenerator[list[Sequence[str]], None]:
-        """What arrives of each message of a stream (a list of ticket ids): nothing, it, or it twice."""
-        async for ticket_ids in messages:
-            hits = self._injector.hits(target)
+        async for ticket_ids in heartbeats:
+            hits = self._injector.hits(Target.HEARTBEAT)
             await asyncio.sleep(hits.get(Fault.DELAY, 0.0))
-            arrives = [_DAMAGED, *ticket_ids[1:]] if Fault.CORRUPT in hits else ticket_ids
-            yield [] if Fault.DROP in hits else [arrives] * (1 + (Fault.DUPLICATE in hits))
+            if Fault.CORRUPT in hits:
+                ticket_ids = [_DAMAGED, *ticket_ids[1:]]
+            for _ in range(0 if Fault.DROP in hits else 1 + (Fault.DUPLICATE in hits)):
+                yield ticket_ids
 
     def _own(self, delivery: asyncio.Future[Any]) -> None:
         self._deliveries.add(delivery)

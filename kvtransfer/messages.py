@@ -124,8 +124,10 @@ def record_from_message(message: pb.HandoverRecord) -> HandoverRecord:
     )
 
 
-def heartbeat_to_message(sender: SenderIdentity, ticket_ids: Iterable[str]) -> pb.Heartbeat:
-    return pb.Heartbeat(sender_epoch=sender.epoch, sender_worker_id=sender.worker_id, ticket_ids=ticket_ids)
+def heartbeat_to_message(sender: SenderIdentity, ticket_ids: Iterable[str], number: int) -> pb.Heartbeat:
+    return pb.Heartbeat(
+        sender_epoch=sender.epoch, sender_worker_id=sender.worker_id, ticket_ids=ticket_ids, number=number
+    )
 
 
 def heartbeat_sender(message: pb.Heartbeat) -> SenderIdentity:

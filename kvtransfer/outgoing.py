@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtransfer import metrics
-from kvtransfer.errors import IncompleteTransfer, TransferFailed
+from kvtransfer.agent import Pieces
+from kvtransfer.errors import IncompleteTransfer, LeaseExpired, TransferFailed
 from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.peer import Peer
 from kvtransfer.ticket import HandoverRecord, Reservation, SendStats, Ticket
@@ -126,7 +127,8 @@ class Outgoing:
 
     def _write_failed(self, error: Exception) -> None:
         self.fail(error)
-        self._peer.lose(error)
+        if not isinstance(error, LeaseExpired):  # nothing was written then, and the peer may be well
+            self._peer.lose(error)
 
     def _queue(self, layers: range, first_block: int, local_block_ids: Sequence[int]) -> None:
         if self._stream.stopped:
@@ -143,7 +145,13 @@ class Outgoing:
             return
         for layer in layers:
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
-        self._thread.post(self._stream, lambda: pieces(self._local, self._peer.span, layers, local_ids, remote_ids))
+        self._thread.post(self._stream, lambda: self._pieces(layers, local_ids, remote_ids))
+
+    def _pieces(self, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Pieces:
+        """On the transfer thread, when the write is about to be posted."""
+        found = pieces(self._local, self._peer.span, layers, local_ids, remote_ids)
+        self._peer.check_lease(self._ticket.ticket_id)
+        return found
 
     async def _drained(self) -> None:
         await self._thread.drain(self._stream)

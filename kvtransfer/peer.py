@@ -15,9 +15,17 @@ from dataclasses import dataclass
 from kvtransfer import metrics
 from kvtransfer.agent import PeerUnreachable, TransferAgent
 from kvtransfer.decode_client import DecodeClient
-from kvtransfer.errors import LayoutMismatch, StalePeer, TicketEnded, TransferFailed
+from kvtransfer.errors import LayoutMismatch, LeaseExpired, StalePeer, TicketEnded, TransferFailed
 from kvtransfer.geometry import CacheSpan
-from kvtransfer.ticket import HandoverRecord, HandoverTarget, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import (
+    HandoverRecord,
+    HandoverTarget,
+    PeerDescription,
+    Renewal,
+    Reservation,
+    SenderIdentity,
+    Ticket,
+)
 from kvtransfer.transfer_thread import TransferThread
 from model.kv_layout import KVLayout
 from protos.errors import ServiceError
@@ -34,6 +42,16 @@ class PeerOptions:
     call_timeout_s: float = 5.0
     release_backoff_s: float = 0.05
     max_release_backoff_s: float = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    """A ticket that is written under. `lease_ends_at` is no later than the peer has it: it counts from the sending."""
+
+    failed: Callable[[Exception], None]
+    lease_s: float
+    added_at: float
+    lease_ends_at: float
 
 
 class Peer:
@@ -58,7 +76,9 @@ class Peer:
         self._options = options
         self._heartbeat_s = options.heartbeat_s
         self._span = CacheSpan(description.layout, description.base_address, description.num_blocks)
-        self._failures: dict[str, Callable[[Exception], None]] = {}  # by ticket id: what is being written
+        self._clock = asyncio.get_running_loop().time
+        self._asked_at: dict[str, float] = {}  # by the id of a ticket that is about to be added
+        self._writing: dict[str, _Writing] = {}  # by ticket id
         self._releases: dict[str, asyncio.Task[None]] = {}  # by ticket id: given back, not yet acknowledged
         self._lost: Exception | None = None
         self._tell_lost: Callable[[Peer], None] | None = lost
@@ -89,12 +109,13 @@ class Peer:
 
     async def reserve(self, reservation: Reservation, timeout_s: float) -> Ticket:
         """Raises DecodePoolFull, or another ServiceError. A ticket that came too late is given back."""
-        loop = asyncio.get_running_loop()
-        asked_at = loop.time()
+        asked_at = self._clock()
         ticket = await self._client.reserve(reservation, timeout_s)
-        if loop.time() - asked_at > ticket.lease_s / 2:
+        took_s = self._clock() - asked_at
+        if took_s > ticket.lease_s / 2:
             self.release(ticket.ticket_id, "the ticket came too late")
-            raise TransferFailed(f"the ticket took {loop.time() - asked_at:.1f} s of a lease of {ticket.lease_s} s")
+            raise TransferFailed(f"the ticket took {took_s:.1f} s of a lease of {ticket.lease_s} s")
+        self._asked_at[ticket.ticket_id] = asked_at
         return ticket
 
     async def commit(self, record: HandoverRecord) -> None:
@@ -103,16 +124,28 @@ class Peer:
     def add(self, ticket: Ticket, failed: Callable[[Exception], None]) -> None:
         """Names this ticket in every heartbeat from now on; `failed` is called if it ends or the peer is lost."""
         self._heartbeat_s = min(self._heartbeat_s, ticket.lease_s / 3)
-        self._failures[ticket.ticket_id] = failed
+        added_at = self._clock()
+        ends_at = self._asked_at.pop(ticket.ticket_id, added_at) + ticket.lease_s
+        self._writing[ticket.ticket_id] = _Writing(failed, ticket.lease_s, added_at, ends_at)
         if self._lost is not None:
             failed(self._lost)
 
+    def check_lease(self, ticket_id: str) -> None:
+        """Raises LeaseExpired unless the peer still keeps these blocks for us. Any thread may ask, before each write.
+
+        After a pause nobody here knows yet that the peer has given us up, and the blocks may be somebody else's.
+        """
+        writing = self._writing.get(ticket_id)
+        if writing is None or self._clock() >= writing.lease_ends_at:
+            raise LeaseExpired(f"the lease of ticket {ticket_id} has not been renewed in time, as far as is known here")
+
     def remove(self, ticket_id: str) -> None:
-        self._failures.pop(ticket_id, None)
+        self._writing.pop(ticket_id, None)
 
     def release(self, ticket_id: str, reason: str) -> None:
         """Tells the peer, until it acknowledges or is lost, that nothing more will be written under this ticket."""
-        self._failures.pop(ticket_id, None)
+        self._writing.pop(ticket_id, None)
+        self._asked_at.pop(ticket_id, None)
         if self._lost is None:
             task = asyncio.create_task(self._release(ticket_id, reason))
             self._releases[ticket_id] = task
@@ -131,8 +164,8 @@ class Peer:
             self._attached.exception()  # seen, should nobody be waiting
         for task in self._releases.values():
             task.cancel()
-        for failed in list(self._failures.values()):
-            failed(error)
+        for writing in list(self._writing.values()):
+            writing.failed(error)
         self._disconnected = self._thread.run(lambda: self._agent.disconnect(self.agent_name))
         if self._tell_lost is not None:
             self._tell_lost(self)
@@ -153,23 +186,25 @@ class Peer:
         answers = self._client.attach(self._identity, self._heartbeats(), self._options.silence_s)
         try:
             async with aclosing(answers):
-                async for ended_ticket_ids in answers:
+                async for renewal in answers:
                     if not self._attached.done():
                         self._attached.set_result(None)
-                    self._tickets_ended(ended_ticket_ids)
+                    self._renewed(renewal)
         except ServiceError as error:
             self.lose(TransferFailed(f"the Attach stream to {self.agent_name} broke: {error}"))
 
     async def _heartbeats(self) -> AsyncIterator[Sequence[str]]:
         while True:
-            yield [*self._failures, *self._releases]
+            yield [*self._writing, *self._releases]
             await asyncio.sleep(self._heartbeat_s)
 
-    def _tickets_ended(self, ticket_ids: Sequence[str]) -> None:
-        for ticket_id in ticket_ids:
-            failed = self._failures.get(ticket_id)
-            if failed is not None:
-                failed(TicketEnded("the decode worker has ended this ticket"))
+    def _renewed(self, renewal: Renewal) -> None:
+        ended = set(renewal.ended_ticket_ids)
+        for ticket_id, writing in list(self._writing.items()):
+            if ticket_id in ended:
+                writing.failed(TicketEnded("the decode worker has ended this ticket"))
+            elif writing.added_at <= renewal.sent_at:  # it was named
+                writing.lease_ends_at = renewal.sent_at + writing.lease_s
 
     async def _release(self, ticket_id: str, reason: str) -> None:
         backoff_s = self._options.release_backoff_s

@@ -62,6 +62,14 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
+class Renewal:
+    """The answer to a heartbeat that was sent at `sent_at`, on our event loop's clock: the tickets that have ended."""
+
+    ended_ticket_ids: tuple[str, ...]
+    sent_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class HandoverRecord:
     """What was written, and the token to go on from; sent once all of it has been written.
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 from kvtransfer import metrics
 from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.errors import TransferFailed
+from protos.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,9 @@ class TransferThread:
             write = self._agent.write(stream.peer_name, what)
         except PeerUnreachable as error:
             self._fail(stream, TransferFailed(f"{stream.peer_name} cannot be written to: {error}"))
+            return
+        except ServiceError as error:
+            self._fail(stream, error)
             return
         except Exception as error:  # a wrong write ends its own stream, not the thread that all others need
             logger.exception("a write to %s could not be posted", stream.peer_name)

@@ -470,8 +470,11 @@ class Heartbeat(_message.Message):
     SENDER_EPOCH_FIELD_NUMBER: _builtins.int
     SENDER_WORKER_ID_FIELD_NUMBER: _builtins.int
     TICKET_IDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     sender_epoch: _builtins.str
     sender_worker_id: _builtins.str
+    number: _builtins.int
+    """counted up from 1 in each stream"""
     @_builtins.property
     def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Every ticket that is being written, or whose Release has not been acknowledged. One that has ended and is not named
@@ -484,10 +487,11 @@ class Heartbeat(_message.Message):
         sender_epoch: _builtins.str = ...,
         sender_worker_id: _builtins.str = ...,
         ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id", "ticket_ids", b"ticket_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id", "ticket_ids", b"ticket_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,6 +502,9 @@ class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDED_TICKET_IDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of the heartbeat that this answers: leases run from when that was sent"""
     @_builtins.property
     def ended_ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of those named: lapsed, aborted or unknown here. Stop writing, then Release"""
@@ -506,10 +513,11 @@ class HeartbeatResponse(_message.Message):
         self,
         *,
         ended_ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ticket_ids", b"ended_ticket_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ticket_ids", b"ended_ticket_ids", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

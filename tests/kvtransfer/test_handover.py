@@ -17,6 +17,7 @@ from kvtransfer.errors import (
     DecodePoolFull,
     IncompleteTransfer,
     LayoutMismatch,
+    LeaseExpired,
     StalePeer,
     TicketEnded,
     TransferFailed,
@@ -281,6 +282,28 @@ async def test_lease_lapses_without_heartbeats_and_blocks_wait_for_the_release()
             await outgoing.commit(1, 2 * BLOCK)
         assert lapsed.value.reason == "LEASE_EXPIRED"
         both.prefill.pool.release(blocks)
+        await both.at_rest()
+
+
+async def test_nothing_is_written_under_a_lease_that_nobody_has_confirmed_in_time() -> None:
+    """A worker that was stopped goes on with what it had queued, before it learns that it has been given up."""
+    async with pair() as both:
+        both.prefill.sender._peer_options = replace(FAST_PEER, silence_s=10.0)
+        (there, here), outgoing = await both.hand_over("first", BLOCK), await both.reserve("a", 2 * BLOCK, first=500)
+        both.decode.silent = True
+        await eventually(lambda: "a" in both.decode.failed)
+        assert outgoing.failed is None  # it has not been told
+        before = both.decode.cache.array.copy()
+        blocks = both.compute(outgoing, 2 * BLOCK)
+        await eventually(lambda: outgoing.failed is not None)
+        assert np.array_equal(both.decode.cache.array, before)
+        with pytest.raises(LeaseExpired):
+            await outgoing.commit(1, 2 * BLOCK)
+        both.decode.silent = False
+        (there_too, here_too) = await both.hand_over("b", BLOCK)  # the peer itself was not given up
+        assert both.decode.num_streams == 1
+        for pool, held in ((both.decode.pool, [*there, *there_too]), (both.prefill.pool, [*here, *here_too, *blocks])):
+            pool.release(held)
         await both.at_rest()
 
 

@@ -45,7 +45,7 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         self.pool = BlockPool(cache.array.shape[1])
         self.committed: dict[str, ReceivedSequence] = {}
         self.failed: dict[str, ServiceError] = {}
-        self.num_heartbeats = 0
+        self.num_heartbeats = self.num_streams = 0
         self.mute = False  # heartbeats are answered but renew nothing
         self.silent = False  # they are not even answered
         self.answer_delay_s = 0.0  # from a ticket granted to its sending
@@ -106,11 +106,12 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
                 self.num_heartbeats += 1
                 if sender is None:
                     sender = messages.heartbeat_sender(heartbeat)
+                    self.num_streams += 1
                     self.receiver.sender_attached(sender.epoch)
                 if self.silent:
                     continue
                 ended = [] if self.mute else self.receiver.heartbeat(sender, heartbeat.ticket_ids)
-                yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended)
+                yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended, number=heartbeat.number)
         finally:
             if sender is not None:
                 self.receiver.sender_gone(sender.epoch)
