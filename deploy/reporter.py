@@ -12,7 +12,7 @@ import grpc.aio
 
 from protos import workers_pb2, workers_pb2_grpc
 from protos.channel import open_channel
-from protos.errors import from_rpc_error
+from protos.errors import from_rpc_error, is_connection_failure
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Reporter:
                     await self._session(stub)
                 except grpc.aio.AioRpcError as error:
                     refusal = from_rpc_error(error)
-                    if not refusal.retryable:
+                    if not (refusal.retryable or is_connection_failure(error)):
                         raise refusal from None
                     if not self._is_away:
                         logger.info("router %s is away (%s); waiting for it", self._router_address, refusal)
