@@ -15,13 +15,25 @@ KEEPALIVE_S = 10.0
 
 BytesStream: TypeAlias = grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
 
+Options: TypeAlias = tuple[tuple[str, int], ...]
+
+
+def keepalive_options(keepalive_s: float) -> Options:
+    """For both ends: a peer that has not said anything for so long is asked, and gone if it does not answer within
+    half of that. gRPC waits for a minute, whatever the keepalive's timeout, unless the ping has one, too."""
+    return (
+        ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(keepalive_s * 500)),
+        ("grpc.http2.ping_timeout_ms", round(keepalive_s * 500)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),  # the server's refusal says what the limit is
-    ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
-    ("grpc.keepalive_timeout_ms", round(KEEPALIVE_S * 500)),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    *keepalive_options(KEEPALIVE_S),
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer at the same address does not inherit a back-off
     ("grpc.enable_retries", 0),  # whether to try again is decided where the request is understood
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos.calls import CallInterceptor
-from protos.channel import KEEPALIVE_S, MAX_MESSAGE_BYTES
+from protos.channel import KEEPALIVE_S, MAX_MESSAGE_BYTES, Options, keepalive_options
 
 logger = logging.getLogger(__name__)
 
@@ -30,27 +30,26 @@ Servicer = TypeVar("Servicer")
 
 _UNWIND_S = 10.0
 
-_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # two processes on one port would each get some of the calls
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
-    ("grpc.keepalive_timeout_ms", round(KEEPALIVE_S * 500)),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", round(KEEPALIVE_S * 500)),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", round(KEEPALIVE_S * 500)),
-)
+
+def _options(keepalive_s: float) -> Options:
+    return (
+        ("grpc.so_reuseport", 0),  # two processes on one port would each get some of the calls
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        *keepalive_options(keepalive_s),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(keepalive_s * 500)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(keepalive_s * 500)),
+    )
 
 
 class GrpcServer:
     """`add` services, `start`, `stop`. Health: the empty name is the process (liveness), each service has its own."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, keepalive_s: float = KEEPALIVE_S) -> None:
         self._host = host
         self._port = port
         self._calls = CallInterceptor()
-        self._server = grpc.aio.server(interceptors=[self._calls], options=_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[self._calls], options=_options(keepalive_s))
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
 
