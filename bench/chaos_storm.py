@@ -20,7 +20,7 @@ from protos.errors import Unavailable
 
 PAUSE_S = (0.2, 1.0)
 STAGE_S = 8.0  # for a stage to be reached
-STOPPED_S = (0.3, 1.0, 3.0, 7.0)  # the router gives a worker up after five
+STOPPED_S = (0.3, 1.0, 3.0, 7.0, 20.0)  # the router gives a worker up after 5, gRPC after 15
 PLAN_S = (1.0, 4.0)
 ON_PREFILL = [stage for stage in Stage if list(Stage).index(stage) < list(Stage).index(Stage.GRANTED)]
 MESSAGE_FAULTS = (
