@@ -130,7 +130,10 @@ def report(outcome: Outcome, console: Console) -> None:
     table = Table(show_header=False, box=None)
     for name, value in (
         ("requests", f"{tally.num_requests}   in {outcome.seconds:.0f} s"),
-        ("completed", f"{tally.num_completed}   {tally.num_retries} retries, {tally.num_resumes} resumes"),
+        (
+            "completed",
+            f"{tally.num_completed}   {tally.num_retries} retries, {tally.num_resumes} resumes, {tally.num_moves} moves",
+        ),
         ("left by their clients", str(tally.num_left)),
         ("failed", f"{tally.failed.total()}   {_listed(tally.failed)}"),
         ("faults", f"{outcome.faults.total()}   {_listed(outcome.faults)}"),

@@ -80,6 +80,7 @@ class Tally:
     num_hung: int = 0
     num_retries: int = 0
     num_resumes: int = 0
+    num_moves: int = 0
     worst_gap_s: float = 0.0  # between two tokens of one answer
     worst_ttft_s: float = 0.0
     failed: Counter[str] = field(default_factory=Counter)  # by reason: refused, with the advice to try again later
@@ -149,6 +150,7 @@ class Load:
         if asked.summary is not None:
             tally.num_retries += asked.summary.usage.num_retries
             tally.num_resumes += asked.summary.usage.num_resumes
+            tally.num_moves += asked.summary.usage.num_moves
 
     def _remark(self, asked: _Asked, what: str) -> None:
         self.tally.remarks.append(f"{asked.request_id} ({len(asked.token_ids)} tokens) {what}")

@@ -1,4 +1,4 @@
-"""What goes wrong in bench.chaos: workers killed, killed at a stage, stopped, and fault plans; everything by a seed.
+"""What goes wrong in bench.chaos: workers killed, killed at a stage, stopped, drained, and fault plans; all by a seed.
 
 Each pool keeps a worker that is neither dead nor stopped, so that there is somewhere to go on.
 """
@@ -16,11 +16,14 @@ from deploy.fault_seams import set_fault_plan
 from deploy.local import LocalCluster
 from kvtransfer.fault_injection import INJECTED
 from kvtransfer.faults import Stage
+from protos.client import PdserveClient
 from protos.errors import Unavailable
 
 PAUSE_S = (0.2, 1.0)
 STAGE_S = 8.0  # for a stage to be reached
 STOPPED_S = (0.3, 1.0, 3.0, 7.0, 20.0)  # the router gives a worker up after 5, gRPC after 15
+DRAINED_S = (0.2, 1.0, 3.0)
+DEADLINE_S = 20.0  # of a call; the machine is busy
 PLAN_S = (1.0, 4.0)
 ON_PREFILL = [stage for stage in Stage if list(Stage).index(stage) < list(Stage).index(Stage.GRANTED)]
 MESSAGE_FAULTS = (
@@ -70,7 +73,8 @@ class Storm:
             names = [name for name in self._workers if name.split("-")[0] not in busy_pools]
             if names:
                 name = self._rng.choice(names)
-                disturb = self._rng.choice((self._kill, self._kill_at_stage, self._kill_at_stage, self._stop))
+                kinds = (self._kill, self._kill_at_stage, self._kill_at_stage, self._stop, self._drain, self._terminate)
+                disturb = self._rng.choice(kinds)
                 task = self._out_of_service[name] = asyncio.create_task(disturb(name))
                 task.add_done_callback(lambda done, name=name: self._is_back(name, done))  # type: ignore[misc]
 
@@ -81,6 +85,20 @@ class Storm:
     async def _kill(self, name: str) -> None:
         self.counts["kill -9"] += 1
         await self._cluster.kill(name)
+        await self._cluster.restart(name)
+
+    async def _drain(self, name: str) -> None:
+        """What decodes there goes elsewhere as it runs, some of it not in time."""
+        self.counts["drain"] += 1
+        async with PdserveClient(self._cluster.router_address) as client:
+            await client.set_draining(name, True, deadline_s=DEADLINE_S)
+            await asyncio.sleep(self._rng.choice(DRAINED_S))
+            await client.set_draining(name, False, deadline_s=DEADLINE_S)
+
+    async def _terminate(self, name: str) -> None:
+        self.counts["SIGTERM"] += 1
+        os.kill(self._cluster.pid(name), signal.SIGTERM)
+        await self._cluster.ended(name)
         await self._cluster.restart(name)
 
     async def _kill_at_stage(self, name: str) -> None:
@@ -117,7 +135,7 @@ class Storm:
 
     async def _set_plan(self, name: str, plan: str) -> None:
         worker = (await self._cluster.workers())[name]
-        await set_fault_plan(worker.address, plan, timeout_s=20.0)  # the machine is busy
+        await set_fault_plan(worker.address, plan, timeout_s=DEADLINE_S)
 
 
 def injected(cluster: LocalCluster) -> Counter[str]:

@@ -108,6 +108,9 @@ class StagedDecode(decode_pb2_grpc.DecodeServicer):
     async def Describe(self, request: decode_pb2.DescribeRequest, context: Context) -> decode_pb2.PeerDescription:
         return await self._inner.Describe(request, context)
 
+    async def HandOver(self, request: decode_pb2.HandOverRequest, context: Context) -> decode_pb2.HandOverResponse:
+        return await self._inner.HandOver(request, context)
+
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.Ticket:
         ticket = await self._inner.Reserve(request, context)
         self._injector.at(Stage.GRANTED)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from kvtransfer.agent import PeerUnreachable, Region, TransferAgent, Write, WriteState
+from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.faults import Fault, Target
 from kvtransfer.geometry import CacheSpan
@@ -49,8 +49,9 @@ class FaultyAgent:
                 write.give_up()
         self._inner.disconnect(peer_name)
 
-    def write(self, peer_name: str, regions: Sequence[Region]) -> Write:
+    def write(self, peer_name: str, what: Sequence[Region] | Pieces) -> Write:
         """A peer that stalls takes nothing, this write and those after it, until its time is over."""
+        regions = what.regions() if isinstance(what, Pieces) else what
         hits = self._injector.hits(Target.WRITE)
         now = self._clock()
         if Fault.STALL in hits:
