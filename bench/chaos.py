@@ -132,7 +132,8 @@ def report(outcome: Outcome, console: Console) -> None:
         ("requests", f"{tally.num_requests}   in {outcome.seconds:.0f} s"),
         (
             "completed",
-            f"{tally.num_completed}   {tally.num_retries} retries, {tally.num_resumes} resumes, {tally.num_moves} moves",
+            f"{tally.num_completed}   "
+            f"{tally.num_retries} retries, {tally.num_resumes} resumes, {tally.num_moves} moves",
         ),
         ("left by their clients", str(tally.num_left)),
         ("failed", f"{tally.failed.total()}   {_listed(tally.failed)}"),

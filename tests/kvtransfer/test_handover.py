@@ -212,7 +212,8 @@ async def test_failed_write_fails_the_hand_over_and_nothing_else_later() -> None
 
 
 async def test_blocks_stay_held_on_both_sides_while_an_aborted_write_moves() -> None:
-    async with pair(completion_delay_s=0.3) as both:
+    write_time = 0.0
+    async with pair(completion_delay_s=1.0, stall_s=20.0, clock=lambda: write_time) as both:
         outgoing = await both.reserve("a", 2 * BLOCK)
         blocks = both.compute(outgoing, 2 * BLOCK)
         await eventually(lambda: both.prefill.agent.num_writes == LAYOUT.num_layers)
@@ -223,6 +224,7 @@ async def test_blocks_stay_held_on_both_sides_while_an_aborted_write_moves() -> 
         assert not ending.done()
         assert both.prefill.pool.num_used == 2
         assert both.decode.receiver.num_quarantined_blocks == both.decode.pool.num_used == 2
+        write_time = 2.0
         await ending
         assert both.prefill.pool.num_used == 0
         await both.at_rest()
