@@ -196,6 +196,12 @@ def test_up_counts(arguments: list[str], counts: tuple[int, int, int]) -> None:
     assert (config.num_prefill, config.num_decode, config.num_colocated) == counts
 
 
+def test_fault_plan_of_the_environment_is_read_before_anything_else() -> None:
+    result = CliRunner().invoke(cli, ["worker"], env={"PDSERVE_FAULTS": "drop commit 1; kill at lunch 1"})
+    assert result.exit_code == 2
+    assert "'lunch' in 'kill at lunch 1': expected a stage: reserving, reserved" in " ".join(result.output.split())
+
+
 def test_up_passes_on_what_it_does_not_decide_itself() -> None:
     passed_on = {option.name for option in cli.commands["up"].params if isinstance(option, options.WorkerOption)}
     decided = {"model", "router_address", "role", "host", "port", "worker_id", "metrics_port", "num_threads"}
