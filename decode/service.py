@@ -137,8 +137,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 if sender is None:
                     sender = messages.heartbeat_sender(heartbeat)
                     self.receiver.sender_attached(sender.epoch)
-                ended = self.receiver.heartbeat(sender, heartbeat.ticket_ids)
-                yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended, number=heartbeat.number)
+                ended = self.receiver.heartbeat(sender, heartbeat.ticket_ids, heartbeat.heard_at)
+                yield decode_pb2.HeartbeatResponse(
+                    ended_ticket_ids=ended, number=heartbeat.number, now=self.receiver.now
+                )
         finally:
             if sender is not None:
                 self.receiver.sender_gone(sender.epoch)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtransfer.errors import InvalidReservation, LayoutMismatch
+from kvtransfer.errors import InvalidReservation, LayoutMismatch, RecordMismatch
 from kvtransfer.geometry import CacheSpan
-from kvtransfer.ticket import Reservation, Ticket
+from kvtransfer.ticket import HandoverRecord, Reservation, Ticket
 from model.kv_layout import KVLayout
 
 
@@ -27,6 +27,31 @@ def check_reservation(reservation: Reservation, layout: KVLayout, num_blocks: in
         )
     if not reservation.attempt_id:
         raise InvalidReservation("attempt_id is empty", field="attempt_id")
+
+
+def misfit(
+    record: HandoverRecord,
+    ticket: Ticket,
+    reservation: Reservation,
+    layout: KVLayout,
+    generations: tuple[int, ...],
+) -> RecordMismatch | None:
+    """For the receiver: the first thing in which a record is not its ticket's. `generations`: of the blocks, by now."""
+    expected = (
+        ("epoch", record.epoch, ticket.epoch),
+        ("attempt_id", record.attempt_id, reservation.attempt_id),
+        ("sender_epoch", record.sender_epoch, reservation.sender.epoch),
+        ("layout_fingerprint", record.layout_fingerprint, layout.fingerprint),
+        ("num_tokens", record.num_tokens, reservation.num_tokens),
+        ("sent_tokens", record.sent_tokens, reservation.num_tokens - ticket.num_cached_tokens),
+        ("sent_bytes", record.sent_bytes, len(ticket.block_ids) * layout.block_bytes),
+        ("generations", record.generations, ticket.generations),
+        ("generations", record.generations, generations),
+    )
+    for field, got, wanted in expected:
+        if got != wanted:
+            return RecordMismatch(f"{field} is {got!r} in the record and {wanted!r} in its ticket", field=field)
+    return None
 
 
 def fits(ticket: Ticket, reservation: Reservation, remote: CacheSpan, epoch: str) -> bool:

@@ -49,6 +49,7 @@ class DecodeClient:
 
         Raises TransferFailed if the worker ends the stream or does not answer for `silence_s`.
         """
+        heard_at = 0.0
         sent_at: dict[int, float] = {}  # by the number of each heartbeat that is not answered
 
         async def numbered() -> AsyncIterator[decode_pb2.Heartbeat]:
@@ -56,7 +57,7 @@ class DecodeClient:
             async for ticket_ids in heartbeats:
                 number += 1
                 sent_at[number] = asyncio.get_running_loop().time()
-                yield messages.heartbeat_to_message(sender, ticket_ids, number)
+                yield messages.heartbeat_to_message(sender, ticket_ids, number, heard_at)
 
         call = self._stub.Attach(numbered())
         try:
@@ -66,6 +67,7 @@ class DecodeClient:
                         response = await call.read()
                 if not isinstance(response, decode_pb2.HeartbeatResponse):  # it is grpc.aio.EOF
                     raise TransferFailed("the decode worker ended the Attach stream")
+                heard_at = response.now
                 at = sent_at.get(response.number)
                 for number in [number for number in sent_at if number <= response.number]:
                     del sent_at[number]

@@ -124,9 +124,15 @@ def record_from_message(message: pb.HandoverRecord) -> HandoverRecord:
     )
 
 
-def heartbeat_to_message(sender: SenderIdentity, ticket_ids: Iterable[str], number: int) -> pb.Heartbeat:
+def heartbeat_to_message(
+    sender: SenderIdentity, ticket_ids: Iterable[str], number: int, heard_at: float
+) -> pb.Heartbeat:
     return pb.Heartbeat(
-        sender_epoch=sender.epoch, sender_worker_id=sender.worker_id, ticket_ids=ticket_ids, number=number
+        sender_epoch=sender.epoch,
+        sender_worker_id=sender.worker_id,
+        ticket_ids=ticket_ids,
+        number=number,
+        heard_at=heard_at,
     )
 
 

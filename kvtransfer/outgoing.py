@@ -21,11 +21,19 @@ from kvtransfer.transfer_thread import TransferThread, WriteStream
 from model.block_pool import BlockPool
 
 
-class _State(enum.Enum):
-    OPEN = "open"
-    COMMITTING = "committing"
-    ENDING = "ending"
-    ENDED = "ended"
+class State(enum.Enum):
+    OPEN = "open"  # writes are posted
+    COMMITTING = "committing"  # all are posted; the record is sent when they have ended
+    ENDING = "ending"  # given up: nothing more is posted; the ticket is given back when what was posted has ended
+    ENDED = "ended"  # nothing of ours is written from or to any more
+
+
+MAY_BECOME = {
+    State.OPEN: {State.COMMITTING, State.ENDING},
+    State.COMMITTING: {State.ENDING, State.ENDED},
+    State.ENDING: {State.ENDED},
+    State.ENDED: set[State](),
+}
 
 
 class Outgoing:
@@ -54,7 +62,7 @@ class Outgoing:
         self._stream = WriteStream(peer.agent_name, self._write_failed)
         self._held: set[int] = set()
         self._written = [0] * local.layout.num_layers  # bit i of layer l: ticket block i was queued
-        self._state = _State.OPEN
+        self._state = State.OPEN
         self._ending: asyncio.Task[None] | None = None
         self._error: Exception | None = None
         peer.add(ticket, self.fail)
@@ -71,7 +79,7 @@ class Outgoing:
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Takes a reference to each local block that will be written from, unless it has one already or is over."""
-        if self._state is not _State.OPEN:
+        if self._state is not State.OPEN:
             return
         new = [block_id for block_id in dict.fromkeys(block_ids) if block_id not in self._held]
         self._pool.acquire(new)
@@ -94,11 +102,8 @@ class Outgoing:
         Raises a ServiceError if it was not, or may not have been, handed over; then all is let go as by `abort`.
         """
         started = time.perf_counter()
-        if self._state is not _State.OPEN:
-            raise TransferFailed(
-                f"attempt {self._reservation.attempt_id!r} has ended: {self._error or 'it was aborted'}"
-            )
-        self._state = _State.COMMITTING
+        if not self._become(State.COMMITTING):
+            raise self._has_ended()
         try:
             await self._drained()
             self._check_complete(num_tokens)
@@ -106,22 +111,22 @@ class Outgoing:
         except BaseException as error:  # also if the caller is cancelled: what was posted still needs its owner
             self._start_ending(f"the commit failed: {error!r}")
             raise
-        self._peer.remove(self._ticket.ticket_id)
-        self._error = None  # a heartbeat may have crossed the commit
-        self._finish()
+        if self._state is State.COMMITTING:  # or it was aborted while the record was under way, and ends by itself
+            self._peer.remove(self._ticket.ticket_id)
+            self._error = None  # a heartbeat may have crossed the commit
+            self._finish()
         metrics.EXPOSED_SECONDS.observe(time.perf_counter() - started)
         return SendStats(num_tokens - self.num_cached_tokens, self._stream.sent_bytes)
 
     async def abort(self, reason: str) -> None:
         """Stops posting, waits until what was posted has ended, and gives the ticket back. No-op once it has ended."""
-        if self._state in (_State.OPEN, _State.COMMITTING):
-            self._start_ending(reason)
+        self._start_ending(reason)
         if self._ending is not None:
             await asyncio.shield(self._ending)
 
     def fail(self, error: Exception) -> None:
         """The ticket has ended or the peer is lost: posts nothing more. A commit under way is decided by its answer."""
-        if self._error is None and self._state is not _State.ENDED:
+        if self._error is None and self._state is not State.ENDED:
             self._error = error
             self._stream.stopped = True
 
@@ -157,6 +162,8 @@ class Outgoing:
         await self._thread.drain(self._stream)
         if self._error is not None:
             raise self._error
+        if self._state is not State.COMMITTING:
+            raise self._has_ended()
 
     def _check_complete(self, num_tokens: int) -> None:
         if num_tokens != self._reservation.num_tokens:
@@ -181,11 +188,21 @@ class Outgoing:
             drafting=drafting,
         )
 
+    def _has_ended(self) -> TransferFailed:
+        return TransferFailed(f"attempt {self._reservation.attempt_id!r} has ended: {self._error or 'it was aborted'}")
+
+    def _become(self, state: State) -> bool:
+        """Whether that may follow; if not, nothing changes."""
+        if state not in MAY_BECOME[self._state]:
+            return False
+        self._state = state
+        return True
+
     def _start_ending(self, reason: str) -> None:
-        self._state = _State.ENDING
-        self._stream.stopped = True
-        self._ending = asyncio.create_task(self._end(reason))
-        self._own(self._ending)
+        if self._become(State.ENDING):
+            self._stream.stopped = True
+            self._ending = asyncio.create_task(self._end(reason))
+            self._own(self._ending)
 
     async def _end(self, reason: str) -> None:
         await self._thread.drain(self._stream)
@@ -193,7 +210,7 @@ class Outgoing:
         self._finish()
 
     def _finish(self) -> None:
-        self._state = _State.ENDED
+        self._become(State.ENDED)
         self._pool.release(sorted(self._held))
         self._held.clear()
         self._ended(self)

@@ -1,7 +1,8 @@
 """The decode side of a hand-over: grants tickets over the block pool, takes committed sequences, ends what went wrong.
 
-Event loop only; it knows nothing of gRPC or of the transport. Blocks have up to three owners (`model.block_pool`); the
-reference held here is the lease's, and while a sender may still write, it is not given back.
+Event loop only; it knows nothing of gRPC or of the transport. It turns messages and time into events of a ticket, and
+does what `kvtransfer.ownership` says comes of them; blocks have up to three owners (`model.block_pool`), of which a
+ticket's lease is one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvtransfer import metrics
 from kvtransfer.admission import Admission
 from kvtransfer.attempts import EndedAttempts, again
-from kvtransfer.checks import check_reservation
+from kvtransfer.checks import check_reservation, misfit
 from kvtransfer.errors import (
     AttemptEnded,
     DecodePoolFull,
@@ -27,13 +28,16 @@ from kvtransfer.errors import (
     TicketEnded,
     UnknownTicket,
 )
-from kvtransfer.lease import Lease
+from kvtransfer.leases import Leases
+from kvtransfer.ownership import TRANSITIONS, Effect, Event, Lease, State
 from kvtransfer.ticket import HandoverRecord, ReceivedSequence, Reservation, SenderIdentity, Ticket
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.kv_layout import KVLayout
 from protos.errors import ServiceError
 
 logger = logging.getLogger(__name__)
+
+_IGNORED = {Event.RECORD: "commit", Event.MISFIT: "record", Event.RELEASE: "release"}  # as metrics call the messages
 
 FailedListener = Callable[[str, ServiceError], None]
 """Called with (attempt id, error) when a ticket ends before it was committed, unless our own side aborted it."""
@@ -75,29 +79,30 @@ class Receiver:
         self._failed = failed
         self._clock = clock
         self._admission = Admission(pool, headroom=headroom, place_s=self._options.place_s, clock=clock)
-        self._leases: dict[str, Lease] = {}  # by ticket id
-        self._by_attempt: dict[str, Lease] = {}
+        self._leases = Leases()
         self._streams: dict[str, int] = {}  # Attach streams by sender epoch
         self._ended = EndedAttempts(self._options.num_remembered_attempts)
 
     @property
+    def now(self) -> float:
+        """An instant to send along with an answer to a heartbeat; see `heartbeat`."""
+        return self._clock()
+
+    @property
     def num_reserved_blocks(self) -> int:
         """Blocks that a live ticket lets a sender write."""
-        # A list, here and below: the thread that serves metrics asks too, and a dict must not change under it.
-        return sum(lease.num_received_blocks for lease in list(self._leases.values()) if lease.is_live)
+        return self._leases.num_reserved_blocks()
 
     @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended tickets that a sender may still be writing."""
-        return sum(lease.num_received_blocks for lease in list(self._leases.values()) if not lease.is_live)
+        return self._leases.num_quarantined_blocks()
 
     @property
     def oldest_quarantine_s(self) -> float:
         """Age of the oldest quarantine; 0 if there is none."""
-        now = self._clock()
-        return max(
-            (now - at for lease in self._leases.values() if (at := lease.quarantined_at) is not None), default=0.0
-        )
+        oldest = self._leases.oldest_end()
+        return 0.0 if oldest is None else self._clock() - oldest
 
     def sender_attached(self, sender_epoch: str) -> None:
         """One more Attach stream of this sender. Its end is told by `sender_gone`."""
@@ -113,9 +118,17 @@ class Receiver:
         """
         self._check(reservation)
         cached, received = self._allocate(reservation)
-        lease = self._grant(reservation, cached, received)
-        metrics.TICKETS.labels("granted").inc()
-        return lease.ticket
+        ticket = Ticket(
+            ticket_id=secrets.token_hex(8),
+            epoch=self._epoch,
+            num_cached_tokens=len(cached) * self._layout.block_size,
+            block_ids=tuple(received),
+            generations=tuple(map(self._pool.generation, received)),
+            lease_s=self._options.lease_s,
+        )
+        block_ids = (*cached, *received)
+        self._step(Event.GRANT, Lease(ticket, reservation, block_ids, self._options.quarantine_grace_s))
+        return ticket
 
     def check_not_ended(self, attempt_id: str) -> None:
         """Raises why nothing will come of this attempt any more: it was committed before, or it ended without."""
@@ -128,23 +141,18 @@ class Receiver:
             UnknownTicket: also for one that was committed before. TicketEnded, LeaseExpired: too late.
             RecordMismatch: the record is not this ticket's; the ticket stays as it is.
         """
-        lease = self._leases.get(record.ticket_id)
+        lease = self._judged(self._leases.find(record.ticket_id))
         if lease is None:
-            self._ignore("commit")
+            self._step(Event.RECORD, None)
             raise UnknownTicket(f"no ticket {record.ticket_id!r} is held here")
-        if lease.is_live and self._clock() >= lease.expires_at:
-            self._lapse(lease)
-        if lease.end_error is not None:
-            raise again(lease.end_error)
-        mismatch = lease.mismatch(record, self._layout, self._pool)
-        if mismatch is not None:
-            self._ignore("record")
-            raise mismatch
-        lease.publish(self._pool)
-        self._forget(lease, "committed")
-        self._ended.add(record.attempt_id, DuplicateAttempt(f"attempt {record.attempt_id!r} was committed before"))
+        generations = tuple(map(self._pool.generation, lease.ticket.block_ids))
+        difference = misfit(record, lease.ticket, lease.reservation, self._layout, generations)
+        self._step(Event.RECORD if difference is None else Event.MISFIT, lease)
+        if lease.error is not None:
+            raise again(lease.error)
+        if difference is not None:
+            raise difference
         num_cached_tokens = lease.ticket.num_cached_tokens
-        metrics.RECEIVED_BYTES.inc(lease.num_received_blocks * self._layout.block_bytes)
         return ReceivedSequence(
             attempt_id=record.attempt_id,
             block_ids=lease.block_ids,
@@ -157,43 +165,30 @@ class Receiver:
 
     def abort(self, attempt_id: str, reason: str) -> None:
         """Our side has given this attempt up: a ticket of it ends, a later reserve is refused. Idempotent."""
-        lease = self._by_attempt.get(attempt_id)
         error = AttemptEnded(f"attempt {attempt_id!r} was aborted: {reason}")
-        if lease is not None and lease.is_live:
-            self._quarantine(lease, error, "aborted")
-        self._ended.add(attempt_id, error)
+        self._step(Event.ABORT, self._judged(self._leases.of_attempt(attempt_id)), error, attempt_id)
 
     def release(self, ticket_id: str, sender_epoch: str, reason: str = "") -> None:
         """The sender has stopped writing for good: the blocks are free at once. Unknown tickets are ignored."""
-        lease = self._leases.get(ticket_id)
-        if lease is None or lease.reservation.sender.epoch != sender_epoch:
-            self._ignore("release")
-            return
-        was_live, attempt_id = lease.is_live, lease.reservation.attempt_id
-        self._free(lease, "released")
-        if was_live:
-            error = TicketEnded(f"the prefill worker gave attempt {attempt_id!r} up: {reason}")
-            self._ended.add(attempt_id, error)
-            self._tell(attempt_id, error)
+        lease = self._of_sender(ticket_id, sender_epoch)
+        attempt_id = lease.reservation.attempt_id if lease is not None else ""
+        self._step(Event.RELEASE, lease, TicketEnded(f"the prefill worker gave attempt {attempt_id!r} up: {reason}"))
 
-    def heartbeat(self, sender: SenderIdentity, ticket_ids: Iterable[str]) -> list[str]:
-        """Renews the leases of the tickets named. Returns those that have ended: stop writing, then release."""
-        now = self._clock()
+    def heartbeat(self, sender: SenderIdentity, ticket_ids: Iterable[str], heard_at: float = 0.0) -> list[str]:
+        """Renews the leases of the tickets named. Returns those that have ended: stop writing, then release.
+
+        `heard_at` is the latest of our instants (`now`) that had reached the sender when it wrote this; 0: none.
+        """
         self._streams.setdefault(sender.epoch, 1)
-        listed = set(ticket_ids)
-        ended = []
-        for ticket_id in listed:
-            lease = self._leases.get(ticket_id)
-            if lease is None or lease.reservation.sender.epoch != sender.epoch:
-                ended.append(ticket_id)
-            elif lease.is_live:
-                lease.renew(now)
-            else:
-                lease.listed_at = now
-                ended.append(ticket_id)
-        for lease in self._of_sender(sender.epoch):
-            if not lease.is_live and lease.ticket.ticket_id not in listed and lease.is_abandoned(now):
-                self._free(lease, "abandoned")
+        named = set(ticket_ids)
+        ended = [
+            ticket_id
+            for ticket_id in named
+            if Effect.STOP in self._step(Event.NAMED, self._of_sender(ticket_id, sender.epoch))
+        ]
+        for lease in self._all_of_sender(sender.epoch):
+            if lease.ticket.ticket_id not in named and lease.is_forgotten_by(heard_at):
+                self._step(Event.FORGOTTEN, lease)
         return ended
 
     def sender_gone(self, sender_epoch: str) -> None:
@@ -204,23 +199,14 @@ class Receiver:
             return
         self._streams.pop(sender_epoch, None)
         self._admission.leave(sender_epoch)
-        free_at = self._clock() + self._options.quarantine_grace_s
-        for lease in self._of_sender(sender_epoch):
-            if lease.is_live:
-                error = SenderGone(f"prefill worker {lease.reservation.sender.worker_id!r} is gone")
-                self._quarantine(lease, error, "sender_gone", free_at)
-                self._tell(lease.reservation.attempt_id, error)
-            else:
-                lease.free_at = free_at
+        for lease in self._all_of_sender(sender_epoch):
+            error = SenderGone(f"prefill worker {lease.reservation.sender.worker_id!r} is gone")
+            self._step(Event.SENDER_GONE, lease, error)
 
     def expire(self) -> None:
         """Judges every lease by the clock: lapsed ones are quarantined, quarantines past their grace are freed."""
-        now = self._clock()
-        for lease in list(self._leases.values()):
-            if lease.is_live and now >= lease.expires_at:
-                self._lapse(lease)
-            elif lease.free_at is not None and now >= lease.free_at:
-                self._free(lease, "sender_gone")
+        for lease in self._leases.all():
+            self._judged(lease)
         metrics.OLDEST_QUARANTINE.set(self.oldest_quarantine_s)
 
     async def run(self) -> None:
@@ -234,7 +220,7 @@ class Receiver:
         if reservation.sender.epoch not in self._streams:
             raise SenderNotAttached(f"prefill worker {reservation.sender.worker_id!r} has no Attach stream here")
         self._ended.check(reservation.attempt_id)
-        if reservation.attempt_id in self._by_attempt:
+        if self._leases.of_attempt(reservation.attempt_id) is not None:
             raise DuplicateAttempt(f"attempt {reservation.attempt_id!r} has a ticket already", field="attempt_id")
 
     def _allocate(self, reservation: Reservation) -> tuple[list[int], list[int]]:
@@ -248,52 +234,55 @@ class Receiver:
                 retry_after_s=self._options.retry_after_s,
             ) from None
 
-    def _grant(self, reservation: Reservation, cached: list[int], received: list[int]) -> Lease:
-        now = self._clock()
-        ticket = Ticket(
-            ticket_id=secrets.token_hex(8),
-            epoch=self._epoch,
-            num_cached_tokens=len(cached) * self._layout.block_size,
-            block_ids=tuple(received),
-            generations=tuple(map(self._pool.generation, received)),
-            lease_s=self._options.lease_s,
-        )
-        lease = Lease(ticket, reservation, (*cached, *received), now + ticket.lease_s, now)
-        self._leases[ticket.ticket_id] = lease
-        self._by_attempt[reservation.attempt_id] = lease
-        return lease
+    def _of_sender(self, ticket_id: str, sender_epoch: str) -> Lease | None:
+        """Another sender's ticket is as unknown as none."""
+        lease = self._leases.find(ticket_id)
+        return self._judged(lease) if lease is not None and lease.reservation.sender.epoch == sender_epoch else None
 
-    def _lapse(self, lease: Lease) -> None:
-        error = LeaseExpired(
-            f"the lease of ticket {lease.ticket.ticket_id} was not renewed in {lease.ticket.lease_s} s"
-        )
-        metrics.LEASES_EXPIRED.inc()
-        self._quarantine(lease, error, "expired")
-        self._tell(lease.reservation.attempt_id, error)
+    def _all_of_sender(self, sender_epoch: str) -> list[Lease]:
+        leases = map(self._judged, self._leases.of_sender(sender_epoch))
+        return [lease for lease in leases if lease is not None]
 
-    def _quarantine(self, lease: Lease, error: ServiceError, outcome: str, free_at: float | None = None) -> None:
-        lease.quarantine(self._clock(), error, free_at)
-        self._ended.add(lease.reservation.attempt_id, error)
-        metrics.TICKETS.labels(outcome).inc()
-        reservation = lease.reservation
-        logger.info("attempt %s of request %s: %s", reservation.attempt_id, reservation.request_id, error)
+    def _judged(self, lease: Lease | None) -> Lease | None:
+        """The lease as it stands by now, whenever the timer ran last; None if it is over."""
+        if lease is None or (event := lease.due(self._clock())) is None:
+            return lease
+        error = None
+        if event is Event.LAPSE:
+            metrics.LEASES_EXPIRED.inc()
+            ticket = lease.ticket
+            error = LeaseExpired(f"the lease of ticket {ticket.ticket_id} was not renewed in {ticket.lease_s} s")
+        self._step(event, lease, error)
+        return self._leases.find(lease.ticket.ticket_id)
 
-    def _free(self, lease: Lease, outcome: str) -> None:
-        self._forget(lease, outcome if lease.is_live else None)
-        self._pool.release(lease.block_ids)
+    def _step(
+        self, event: Event, lease: Lease | None, error: ServiceError | None = None, attempt_id: str = ""
+    ) -> tuple[Effect, ...]:
+        """Takes a lease to its next state, carries out what that means, and returns it. No lease: there is none."""
+        _, effects = TRANSITIONS[State.NONE if lease is None else lease.state, event]
+        if lease is not None:
+            attempt_id = lease.reservation.attempt_id
+            self._leases.put(lease.after(event, self._clock(), error))
+            if {Effect.HOLD, Effect.HAND_OVER, Effect.END} & set(effects):
+                metrics.TICKETS.labels(event.value).inc()
+        for effect in effects:
+            if lease is not None and effect is Effect.FREE:
+                self._pool.release(lease.block_ids)
+            elif lease is not None and effect is Effect.HAND_OVER:
+                self._publish(lease)
+                self._ended.add(attempt_id, DuplicateAttempt(f"attempt {attempt_id!r} was committed before"))
+            elif error is not None and effect is Effect.END:
+                logger.info("attempt %s: %s", attempt_id, error)
+                self._ended.add(attempt_id, error)
+            elif error is not None and effect is Effect.TELL and self._failed is not None:
+                self._failed(attempt_id, error)
+            elif effect is Effect.IGNORE:
+                metrics.IGNORED.labels(_IGNORED[event]).inc()
+        return effects
 
-    def _forget(self, lease: Lease, outcome: str | None) -> None:
-        del self._leases[lease.ticket.ticket_id]
-        del self._by_attempt[lease.reservation.attempt_id]
-        if outcome is not None:
-            metrics.TICKETS.labels(outcome).inc()
-
-    def _of_sender(self, sender_epoch: str) -> Iterator[Lease]:
-        yield from [lease for lease in self._leases.values() if lease.reservation.sender.epoch == sender_epoch]
-
-    def _tell(self, attempt_id: str, error: ServiceError) -> None:
-        if self._failed is not None:
-            self._failed(attempt_id, error)
-
-    def _ignore(self, kind: str) -> None:
-        metrics.IGNORED.labels(kind).inc()
+    def _publish(self, lease: Lease) -> None:
+        """Makes the full blocks that were written findable."""
+        hashes, num_cached = lease.reservation.block_hashes, len(lease.block_ids) - lease.num_received_blocks
+        for block_id, block_hash in zip(lease.block_ids[num_cached : len(hashes)], hashes[num_cached:], strict=True):
+            self._pool.publish(block_id, block_hash)
+        metrics.RECEIVED_BYTES.inc(lease.num_received_blocks * self._layout.block_bytes)

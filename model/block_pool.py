@@ -141,6 +141,9 @@ class BlockPool:
         """Counts the allocations of a block: a writer's ticket is void once it has changed."""
         return self._generations[block_id]
 
+    def is_held(self, block_id: int) -> bool:
+        return self._references[block_id] > 0
+
     def check_integrity(self) -> None:
         """Asserts that every block is in exactly one state; for tests and for a worker at rest."""
         blank, evictable = set(self._blank), set(self._evictable)

@@ -471,14 +471,18 @@ class Heartbeat(_message.Message):
     SENDER_WORKER_ID_FIELD_NUMBER: _builtins.int
     TICKET_IDS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    HEARD_AT_FIELD_NUMBER: _builtins.int
     sender_epoch: _builtins.str
     sender_worker_id: _builtins.str
     number: _builtins.int
     """counted up from 1 in each stream"""
+    heard_at: _builtins.float
+    """`now` of the last answer that had come when this was written; 0 if none had"""
     @_builtins.property
     def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Every ticket that is being written, or whose Release has not been acknowledged. One that has ended and is not named
-        for a whole lease is taken to be forgotten, and its blocks are used again.
+        """Every ticket that is being written, or whose Release has not been acknowledged. One that has ended, and is
+        not named in a heartbeat whose heard_at is a whole lease after it was named last, is taken to be forgotten, and its
+        blocks are used again.
         """
 
     def __init__(
@@ -488,10 +492,11 @@ class Heartbeat(_message.Message):
         sender_worker_id: _builtins.str = ...,
         ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
         number: _builtins.int = ...,
+        heard_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id", "ticket_ids", b"ticket_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard_at", b"heard_at", "number", b"number", "sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id", "ticket_ids", b"ticket_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -503,8 +508,11 @@ class HeartbeatResponse(_message.Message):
 
     ENDED_TICKET_IDS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """of the heartbeat that this answers: leases run from when that was sent"""
+    now: _builtins.float
+    """on the decode worker's clock; for it alone to read, in later heartbeats"""
     @_builtins.property
     def ended_ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of those named: lapsed, aborted or unknown here. Stop writing, then Release"""
@@ -514,10 +522,11 @@ class HeartbeatResponse(_message.Message):
         *,
         ended_ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
         number: _builtins.int = ...,
+        now: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ticket_ids", b"ended_ticket_ids", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ticket_ids", b"ended_ticket_ids", "now", b"now", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

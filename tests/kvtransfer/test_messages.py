@@ -50,7 +50,7 @@ def test_record() -> None:
 
 
 def test_heartbeat() -> None:
-    sent = messages.heartbeat_to_message(SENDER, ["t1", "t2"], 7).SerializeToString()
+    sent = messages.heartbeat_to_message(SENDER, ["t1", "t2"], 7, 12.5).SerializeToString()
     received = decode_pb2.Heartbeat.FromString(sent)
     assert messages.heartbeat_sender(received) == SENDER
-    assert (list(received.ticket_ids), received.number) == (["t1", "t2"], 7)
+    assert (list(received.ticket_ids), received.number, received.heard_at) == (["t1", "t2"], 7, 12.5)

@@ -266,10 +266,36 @@ def test_heartbeat_of_another_process_start_renews_nothing(desk: Desk) -> None:
 def test_ticket_the_sender_never_learnt_of_comes_back(desk: Desk) -> None:
     desk.reserve()  # the answer is lost
     for _ in range(4):
-        desk.receiver.heartbeat(SENDER, [])
+        desk.receiver.heartbeat(SENDER, [], desk.clock.now)
         desk.advance(3)
     assert desk.receiver.num_quarantined_blocks == 2
+    desk.receiver.heartbeat(SENDER, [], desk.clock.now)
+    assert desk.pool.num_used == 0
+
+
+def test_heartbeat_that_was_long_under_way_does_not_show_that_a_ticket_is_forgotten(desk: Desk) -> None:
+    """It may have been written before the ticket reached the sender, who is writing by now."""
+    ticket, granted_at = desk.reserve(), desk.clock.now
+    desk.advance(10)
     desk.receiver.heartbeat(SENDER, [])
+    desk.receiver.heartbeat(SENDER, [], granted_at + 8.9)
+    assert desk.receiver.num_quarantined_blocks == 2
+    desk.receiver.heartbeat(SENDER, [ticket.ticket_id], granted_at + 9.1)
+    desk.advance(8.9)
+    desk.receiver.heartbeat(SENDER, [], desk.clock.now)
+    assert desk.receiver.num_quarantined_blocks == 2
+
+
+def test_new_stream_of_a_sender_does_not_cut_the_grace_of_its_old_one_short(desk: Desk) -> None:
+    desk.reserve()
+    desk.advance(10)
+    desk.receiver.sender_gone(SENDER.epoch)
+    desk.advance(1.5)
+    desk.receiver.sender_attached(SENDER.epoch)
+    desk.receiver.heartbeat(SENDER, [], desk.clock.now)  # the new stream knows nothing of what was written before
+    assert desk.receiver.num_quarantined_blocks == 2
+    desk.receiver.sender_gone(SENDER.epoch)
+    desk.advance(0.6)
     assert desk.pool.num_used == 0
 
 
@@ -343,6 +369,21 @@ def test_sender_is_gone_with_its_last_stream(desk: Desk) -> None:
     desk.receiver.sender_gone(SENDER.epoch)
     desk.receiver.sender_gone("never attached")
     assert desk.failures == []
+
+
+def test_grace_may_be_over_when_the_next_message_of_its_sender_comes(desk: Desk) -> None:
+    """Before the timer has run."""
+    desk.reserve()
+    desk.receiver.sender_gone(SENDER.epoch)
+    desk.clock.now += 2.1
+    desk.receiver.sender_attached(SENDER.epoch)
+    desk.receiver.heartbeat(SENDER, [], desk.clock.now)
+    assert desk.pool.num_used == 0
+    desk.reserve("b")
+    desk.receiver.sender_gone(SENDER.epoch)
+    desk.clock.now += 2.1
+    desk.receiver.sender_gone(SENDER.epoch)
+    assert desk.pool.num_used == 0
 
 
 async def test_timer_judges_without_any_message() -> None:

@@ -111,7 +111,7 @@ class Interleavings(RuleBasedStateMachine):
     def heartbeat(self, number: int) -> None:
         sender = self.senders[number]
         if sender.attached:
-            self.receiver.heartbeat(sender.identity, [held.ticket.ticket_id for held in sender.held])
+            self.receiver.heartbeat(sender.identity, [held.ticket.ticket_id for held in sender.held], self.now)
 
     @rule(held=tickets)
     def release(self, held: Held) -> None:

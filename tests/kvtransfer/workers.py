@@ -110,8 +110,10 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
                     self.receiver.sender_attached(sender.epoch)
                 if self.silent:
                     continue
-                ended = [] if self.mute else self.receiver.heartbeat(sender, heartbeat.ticket_ids)
-                yield decode_pb2.HeartbeatResponse(ended_ticket_ids=ended, number=heartbeat.number)
+                ended = [] if self.mute else self.receiver.heartbeat(sender, heartbeat.ticket_ids, heartbeat.heard_at)
+                yield decode_pb2.HeartbeatResponse(
+                    ended_ticket_ids=ended, number=heartbeat.number, now=self.receiver.now
+                )
         finally:
             if sender is not None:
                 self.receiver.sender_gone(sender.epoch)
