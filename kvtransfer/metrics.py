@@ -13,6 +13,7 @@ RECEIVED_BYTES = Counter(
 WRITE_SECONDS = Counter("pdserve_kvtransfer_write_seconds", "Time the transfer thread spent posting writes.")
 WRITES = Counter("pdserve_kvtransfer_writes", "Writes posted to the transport.")
 DESCRIPTORS = Counter("pdserve_kvtransfer_descriptors", "Pieces in the writes posted: a layer of a block each.")
+MOVING_BYTES = Gauge("pdserve_kvtransfer_moving_bytes", "KV bytes of writes that were posted and have not ended.")
 FAILED_WRITES = Counter("pdserve_kvtransfer_failed_writes", "Writes that failed or stalled.")
 EXPOSED_SECONDS = Histogram(
     "pdserve_kvtransfer_exposed_seconds", "From the end of prefill to the record accepted.", buckets=_SECONDS

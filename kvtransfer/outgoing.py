@@ -10,6 +10,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtransfer import metrics
 from kvtransfer.agent import Pieces
@@ -148,9 +149,10 @@ class Outgoing:
             raise ValueError("a local block is written from that is not held")
         if not local_ids:
             return
-        for layer in layers:
+        for layer in layers:  # one write each, so that other sequences have their turn in between
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
-        self._thread.post(self._stream, lambda: self._pieces(layers, local_ids, remote_ids))
+            only = range(layer, layer + 1)
+            self._thread.post(self._stream, partial(self._pieces, only, local_ids, remote_ids))
 
     def _pieces(self, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Pieces:
         """On the transfer thread, when the write is about to be posted."""

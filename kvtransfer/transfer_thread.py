@@ -1,16 +1,16 @@
-"""The one thread that talks to a transfer agent: it posts writes in order, polls them, and tells the event loop.
+"""The one thread that talks to a transfer agent: it posts writes, polls them, and tells the event loop.
 
-Posting may copy for milliseconds, so it happens neither on the event loop nor on the compute thread. It knows streams
-of writes, not tickets.
+Streams share it in turn, see `kvtransfer.write_queue`. Posting may copy for milliseconds, so it happens neither on the
+event loop nor on the compute thread. It knows streams of writes, not tickets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TypeVar
 from kvtransfer import metrics
 from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.errors import TransferFailed
+from kvtransfer.write_queue import WriteQueue
 from protos.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,16 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """`stall_s`: a write that moves for longer has failed; a stopped peer would keep it moving for ever."""
+    """`stall_s`: a write that moves for longer has failed; a stopped peer would keep it moving for ever.
+
+    A peer that `max_moving_bytes` are on their way to gets nothing more until some of them have arrived: what is posted
+    cannot be taken back, nor overtaken.
+    """
 
     stall_s: float = 10.0
     poll_s: float = 0.0002
     max_queued_writes: int = 4096
+    max_moving_bytes: int = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +72,9 @@ class TransferThread:
         self._agent = agent
         self._options = options or TransferOptions()
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._room = threading.BoundedSemaphore(self._options.max_queued_writes)
+        self._queue = WriteQueue[WriteStream](self._options.max_queued_writes)
         self._moving: list[_Posted] = []
+        self._moving_bytes: Counter[str] = Counter()  # by peer
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
@@ -77,42 +83,40 @@ class TransferThread:
         """Queues a write, whose regions or pieces are worked out on the transfer thread. Any thread may call it.
 
         Waits while the queue is full. Raises TransferFailed if it stays so."""
-        if not self._room.acquire(timeout=self._options.stall_s):
+        if not self._queue.put(stream, partial(self._post, stream, what), self._options.stall_s):
             raise TransferFailed(f"{self._options.max_queued_writes} writes are queued and none has been posted")
-        self._jobs.put(partial(self._post, stream, what))
 
     def drain(self, stream: WriteStream) -> asyncio.Future[None]:
-        """Done when every write of the stream that was queued before has ended, well or not."""
+        """Done when every write of the stream that was queued before has ended, well or not. It goes first from now."""
         drained: asyncio.Future[None] = self._loop.create_future()
-        self._jobs.put(partial(self._drain, stream, drained))
+        self._queue.put_end(stream, partial(self._drain, stream, drained))
         return drained
 
     def run(self, call: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Makes a call of the agent, after everything queued before."""
+        """Makes a call of the agent, before any write that is queued."""
         result: asyncio.Future[_Result] = self._loop.create_future()
-        self._jobs.put(partial(self._call, call, result))
+        self._queue.call(partial(self._call, call, result))
         return result
 
     async def close(self) -> None:
-        """Ends the thread once it has done what is queued. Writes that still move are left to the agent's own end."""
-        self._jobs.put(self._close)
+        """Ends the thread once it has made the calls that are queued. Writes are left to the agent's own end."""
+        self._queue.call(self._close)
         await self._loop.run_in_executor(None, self._thread.join)
 
     def _run(self) -> None:
         while not self._closing:
-            try:
-                job = self._jobs.get(timeout=self._options.poll_s if self._moving else None)
-            except queue.Empty:
-                pass
-            else:
+            job = self._queue.get(self._may_post, self._options.poll_s if self._moving else None)
+            if job is not None:
                 job()
             self._poll()
+
+    def _may_post(self, stream: WriteStream) -> bool:
+        return stream.stopped or self._moving_bytes[stream.peer_name] < self._options.max_moving_bytes
 
     def _close(self) -> None:
         self._closing = True
 
     def _post(self, stream: WriteStream, work_out: Callable[[], Sequence[Region] | Pieces]) -> None:
-        self._room.release()
         if stream.stopped:
             return
         started = time.perf_counter()
@@ -133,6 +137,7 @@ class TransferThread:
         metrics.WRITES.inc()
         metrics.DESCRIPTORS.inc(len(what))
         stream.num_moving += 1
+        self._count_moving(stream, write.num_bytes)
         self._moving.append(_Posted(write, stream, time.monotonic() + self._options.stall_s))
 
     def _poll(self) -> None:
@@ -156,9 +161,16 @@ class TransferThread:
                 stream, TransferFailed(f"a write of {posted.write.num_bytes} bytes to {stream.peer_name} failed")
             )
         stream.num_moving -= 1
+        self._count_moving(stream, -posted.write.num_bytes)
         if stream.num_moving == 0:
             self._resolve(stream)
         return True
+
+    def _count_moving(self, stream: WriteStream, num_bytes: int) -> None:
+        self._moving_bytes[stream.peer_name] += num_bytes
+        if not self._moving_bytes[stream.peer_name]:
+            del self._moving_bytes[stream.peer_name]  # peers come and go
+        metrics.MOVING_BYTES.inc(num_bytes)
 
     def _drain(self, stream: WriteStream, drained: asyncio.Future[None]) -> None:
         stream.waiting.append(drained)

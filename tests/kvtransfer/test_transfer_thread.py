@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -19,21 +20,23 @@ from tests.kvtransfer.cache import Cache
 class Rig:
     """A thread over an agent that is connected to one peer, and a stream to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **agent_options: Any) -> None:
         network, here, there = LoopbackNetwork(), Cache(), Cache(fill=0)
         self.there = there
-        self.agent = LoopbackAgent(network, "a", here.address, here.num_bytes)
+        self.agent = LoopbackAgent(network, "a", here.address, here.num_bytes, **agent_options)
         self.peer = LoopbackAgent(network, "b", there.address, there.num_bytes)
         self.agent.connect("b", self.peer.metadata(), -1)
         self.regions = [Region(here.address, there.address, 64)]
         self.errors: list[Exception] = []
         self.stream = WriteStream("b", self.errors.append)
-        self.thread = TransferThread(self.agent, options=TransferOptions(stall_s=0.1, max_queued_writes=2))
+        self.thread = TransferThread(
+            self.agent, options=TransferOptions(stall_s=0.1, max_queued_writes=2, max_moving_bytes=100)
+        )
 
 
 @asynccontextmanager
-async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
+async def rig(**agent_options: Any) -> AsyncIterator[Rig]:
+    rig = Rig(**agent_options)
     yield rig
     await rig.thread.close()
 
@@ -94,3 +97,22 @@ async def test_what_a_call_raises_comes_to_whoever_awaits_it() -> None:
         with pytest.raises(ZeroDivisionError):
             await it.thread.run(lambda: 1 // 0)
         assert await it.thread.run(lambda: threading.current_thread().name) == "transfer"
+
+
+async def test_peer_that_takes_nothing_gets_no_more_than_may_move() -> None:
+    """Of writes of 64 bytes, at most 100 of which may be on their way: the second is posted, the third is not."""
+    now = 0.0
+    async with rig(completion_delay_s=0.05, clock=lambda: now) as it:
+        for _ in range(4):
+            await asyncio.to_thread(it.thread.post, it.stream, lambda: it.regions)
+        draining = it.thread.drain(it.stream)
+        await asyncio.sleep(0.03)
+        assert it.agent.num_writes == 2
+        now = 1.0
+        async with asyncio.timeout(5):
+            while it.agent.num_writes < 4:
+                await asyncio.sleep(0.001)
+        assert not draining.done()
+        now = 2.0
+        await draining
+        assert it.stream.sent_bytes == 256

@@ -1,0 +1,99 @@
+"""Whose write is posted next: streams in turn, awaited ones first, calls before all, and nothing for a full peer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvtransfer.write_queue import WriteQueue
+
+
+class Rig:
+    def __init__(self, max_writes: int = 100) -> None:
+        self.queue = WriteQueue[str](max_writes)
+        self.done: list[str] = []
+
+    def job(self, name: str) -> Callable[[], None]:
+        return lambda: self.done.append(name)
+
+    def put(self, stream: str, count: int, first: int = 0) -> None:
+        for index in range(first, first + count):
+            assert self.queue.put(stream, self.job(f"{stream}{index}"), 0)
+
+    def take(self, count: int = 100, blocked: str = "") -> list[str]:
+        """What the next jobs are; of streams whose names are in `blocked` there are none."""
+        self.done = []
+        for _ in range(count):
+            job = self.queue.get(lambda stream: stream not in blocked, 0)
+            if job is None:
+                break
+            job()
+        return self.done
+
+
+def test_streams_have_their_turns_and_each_its_own_order() -> None:
+    rig = Rig()
+    rig.put("a", 4)
+    rig.put("b", 2)
+    rig.put("c", 1)
+    assert rig.take() == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+    assert len(rig.queue) == 0
+
+
+def test_who_is_waited_for_goes_first_and_hears_of_its_end_behind_its_writes() -> None:
+    rig = Rig()
+    rig.put("a", 3)
+    rig.put("b", 2)
+    rig.put("c", 2)
+    rig.queue.put_end("b", rig.job("b is done"))
+    rig.queue.put_end("c", rig.job("c is done"))
+    rig.put("b", 1, first=2)  # behind the end: somebody waits for what was there before
+    assert rig.take() == ["b0", "c0", "b1", "c1", "b is done", "c is done", "b2", "a0", "a1", "a2"]
+
+
+def test_end_of_a_stream_that_has_nothing_queued() -> None:
+    rig = Rig()
+    rig.put("a", 1)
+    rig.queue.put_end("b", rig.job("b is done"))
+    assert rig.take() == ["b is done", "a0"]
+
+
+def test_calls_come_before_writes_in_their_own_order() -> None:
+    rig = Rig()
+    rig.put("a", 1)
+    rig.queue.call(rig.job("first"))
+    rig.queue.call(rig.job("second"))
+    assert rig.take(blocked="a") == ["first", "second"]
+    assert rig.take() == ["a0"]
+
+
+def test_stream_that_is_not_ready_keeps_nobody_back() -> None:
+    rig = Rig()
+    rig.put("a", 2)
+    rig.put("b", 2)
+    rig.queue.put_end("a", rig.job("a is done"))
+    assert rig.take(blocked="a") == ["b0", "b1"]
+    assert rig.take() == ["a0", "a1", "a is done"]
+
+
+def test_full_queue_makes_room_by_what_is_taken() -> None:
+    rig = Rig(max_writes=2)
+    rig.put("a", 2)
+    assert not rig.queue.put("b", rig.job("b0"), 0.01)
+    rig.queue.put_end("a", rig.job("a is done"))  # no write, and so never held up
+    waiting = threading.Thread(target=lambda: rig.queue.put("b", rig.job("b0"), 10))
+    waiting.start()
+    assert rig.take(1) == ["a0"]
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert rig.take() == ["a1", "a is done", "b0"]
+
+
+def test_who_waits_for_a_job_is_woken() -> None:
+    rig, found = Rig(), list[object]()
+    waiting = threading.Thread(target=lambda: found.append(rig.queue.get(lambda _: True, 10)))
+    waiting.start()
+    rig.put("a", 1)
+    waiting.join(5)
+    assert len(found) == 1
+    assert found[0] is not None
