@@ -35,7 +35,7 @@ VICTIMS = [  # each of a pool, and then of the other
     ("decode-0", "kill at granted 2"),
     ("prefill-1", "kill at reserved 2"),
     ("decode-1", "kill at record-arrived 2"),
-    ("prefill-0", "kill at first-write 2"),
+    ("prefill-0", "kill at first-write 1"),
     ("decode-0", "kill at record-accepted 2"),
     ("prefill-1", "kill at computed 2"),
     ("decode-1", "kill at first-step 2"),
@@ -77,7 +77,7 @@ async def cluster(tiny_moe: TinyModel, tmp_path_factory: pytest.TempPathFactory)
         num_threads=1,
         worker_arguments=(
             *("--runner", "timed", "--timing", str(timing), "--num-blocks", "1000"),
-            *("--max-step-tokens", "128", "--lease-s", "2"),
+            *("--max-step-tokens", "128"),
         ),
         environment={"PDSERVE_FAULTS": "none"},
     )
