@@ -27,7 +27,7 @@ from bench.tiny_moe import build_tiny_moe
 from deploy.local import ROUTER, ClusterConfig, LocalCluster
 
 NUM_QUESTIONS = 40
-AT_REST_S = 15.0  # two leases, a peer's silence, and a busy machine
+AT_REST_S = 20.0  # two leases, a peer's silence, a quarantine, and a busy machine
 TELL_S = 5.0
 WORKER_ARGUMENTS = ("--dtype", "float32", "--num-blocks", "400", "--max-step-tokens", "96", "--lease-s", "2")
 

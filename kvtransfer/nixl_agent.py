@@ -19,12 +19,16 @@ from kvtransfer.agent import Grid, PeerUnreachable, Pieces, Region, WriteState
 
 logger = logging.getLogger(__name__)
 
+UNACKNOWLEDGED_S = 5  # what was sent and is not acknowledged for so long will not arrive any more
 _PROGRESS_INTERVAL_US = 1000
 _ENVIRONMENT = {
     "UCX_LOG_LEVEL": "fatal",  # a peer's death is reported through us, not on stdout
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_HANDLE_ERRORS": "none",  # signal handlers are the process's own affair
     "UCX_DEBUG_SIGNO": "0",
+    # NIXL cannot take a write back: what is queued for a peer that is cut off arrives when the link is whole again, in
+    # blocks that have been given to others meanwhile. So the system drops a connection on which nothing gets through.
+    "UCX_TCP_USER_TIMEOUT": f"{UNACKNOWLEDGED_S}s",
     "NIXL_LOG_LEVEL": "FATAL",
 }
 _Rows = NDArray[np.uint64]

@@ -48,8 +48,10 @@ async def ask(
     raise AssertionError("the client lets no answer end without a summary")
 
 
-async def assert_at_rest(cluster: LocalCluster, *, within_s: float = 10.0) -> None:
-    """No block is held on any worker, and nothing is queued or running."""
+async def assert_at_rest(cluster: LocalCluster, *, within_s: float = 20.0) -> None:
+    """No block is held on any worker, and nothing is queued or running.
+
+    Blocks of a sender that was killed are in quarantine for seven seconds."""
     give_up_at = time.monotonic() + within_s
     while True:
         workers = (await cluster.workers()).values()
