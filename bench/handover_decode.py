@@ -15,10 +15,12 @@ import torch
 
 from decode.service import DecodeService
 from kvtransfer.geometry import CacheSpan
+from kvtransfer.integrity import Verification
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
+from model.block_sums import BlockSums
 from model.config import ModelConfig
 from model.kv_cache import PagedKVCache
 from model.kv_layout import KVLayout
@@ -27,7 +29,7 @@ from model.tokenizer import Tokenizer
 from protos import decode_pb2_grpc
 from protos.serve import GrpcServer
 
-LEASE_S = 1.0  # nobody claims what arrives: its blocks come back after so long
+LEASE_S = 3.0  # nobody claims what arrives: its blocks come back after so long
 
 
 async def serve(folder: Path, layout: KVLayout, num_blocks: int) -> None:
@@ -48,6 +50,7 @@ async def serve(folder: Path, layout: KVLayout, num_blocks: int) -> None:
         max_running=1,
         lease_s=LEASE_S,
         wake=lambda: None,
+        verification=Verification(BlockSums(cache.memory), 1.0),
     )
     server = GrpcServer("127.0.0.1", 0)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)

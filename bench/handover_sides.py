@@ -24,6 +24,7 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import HandoverTarget, SenderIdentity
 from model.block_pool import BlockPool, hash_blocks
+from model.block_sums import BlockSums
 from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, ModelRunner, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ class PrefillSide:
             self._pool,
             CacheSpan(runner.layout, runner.cache_address, runner.num_blocks),
             SenderIdentity(agent.name, agent.name),
+            sums=BlockSums(runner.cache_memory),
         )
 
     async def hand_over(self, token_ids: list[int], *, layer_by_layer: bool) -> Handover:

@@ -17,8 +17,10 @@ from decode.outbox import Outbox
 from decode.scheduler import DecodeScheduler
 from kvtransfer import messages
 from kvtransfer.errors import LayoutMismatch
+from kvtransfer.integrity import Verification
 from kvtransfer.nixl_agent import UNACKNOWLEDGED_S
-from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.sender import Sender
 from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, target_from_message, tokens_message
 from kvtransfer.ticket import PeerDescription, ReceivedSequence, SenderIdentity
@@ -50,6 +52,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         wake: Callable[[], None],
         planner: DraftPlanner | None = None,
         prompts_wait: Callable[[], bool] = lambda: False,
+        verification: Verification | None = None,
     ) -> None:
         self._pool = pool
         self._layout = description.layout
@@ -69,6 +72,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             options=ReceiverOptions(lease_s=lease_s, quarantine_grace_s=_grace_s(lease_s)),
             failed=self._arrivals.failed,
             headroom=lambda: self.scheduler.num_wanted_blocks,
+            verification=verification,
         )
 
     async def Decode(
@@ -120,7 +124,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Commit(self, request: decode_pb2.HandoverRecord, context: Context) -> decode_pb2.CommitResponse:
         record = messages.record_from_message(request)
         check_token_ids("first_token_id", [record.first_token_id], self._vocab_size)
-        received = self.receiver.commit(record)
+        received = await self.receiver.receive(record)
         if not received.drafting and not self._restored(received).blocks_are_whole:
             num_cached_blocks = received.num_cached_tokens // self._layout.block_size
             self._pool.withdraw(received.block_ids[num_cached_blocks:])  # the sender's drafter has failed on the way
@@ -128,7 +132,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.CommitResponse()
 
     async def Release(self, request: decode_pb2.ReleaseRequest, context: Context) -> decode_pb2.ReleaseResponse:
-        self.receiver.release(request.ticket_id, request.sender_epoch, request.reason)
+        self.receiver.release(request.ticket_id, request.sender_epoch, request.reason, mac=request.mac)
         return decode_pb2.ReleaseResponse()
 
     async def Attach(

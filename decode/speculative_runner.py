@@ -67,6 +67,10 @@ class SpeculativeRunner:
         return self._target.cache_address
 
     @property
+    def cache_memory(self) -> Tensor:
+        return self._target.cache_memory
+
+    @property
     def cache_device_id(self) -> int:
         return self._target.cache_device_id
 

@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 RUNNERS = ("torch", "timed")
 ROLES = ("prefill", "decode", "both")
 DRAFTERS = ("auto", "none", "ngram", "eagle", "eagle+ngram", "medusa", "medusa+ngram", "model", "model+ngram")
+VERIFIED_KV = ("auto", "all", "sample", "off")
 VERIFICATIONS = ("block", "token", "coupled")
 DRAFT_LENGTHS = ("adaptive", "fixed")
 DRAFT_SHAPES = ("auto", "chain", "tree")
@@ -153,6 +154,12 @@ worker_options = group_of(
     worker_setting("--max-step-tokens", type=int, default=512, help="Tokens computed in one step, at most."),
     worker_setting("--max-running", type=int, default=64, help="Sequences that decode at once, at most."),
     worker_setting("--lease-s", type=float, default=5.0, help="How long a hand-over may go without a sign of life."),
+    worker_setting(
+        "--verify-kv",
+        type=click.Choice(VERIFIED_KV),
+        default="auto",
+        help="Check received KV by checksums. sample: 1 block in 16. auto: all, if 1,000 tokens take 10 ms at most.",
+    ),
     worker_setting(
         "--drafter",
         type=click.Choice(DRAFTERS),

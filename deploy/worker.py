@@ -19,6 +19,7 @@ from deploy.fault_seams import FaultySeams, Seams
 from deploy.reporter import Reporter
 from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
+from deploy.verification import verification
 from deploy.worker_config import WorkerConfig
 from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.geometry import CacheSpan
@@ -27,6 +28,7 @@ from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
+from model.block_sums import BlockSums
 from model.cache_folder import default_cache
 from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
@@ -81,7 +83,8 @@ class Worker:
         agent = NixlAgent(name, span.base_address, span.num_bytes, runner.cache_device_id)
         self._agent = seams.around_agent(agent, span)
         identity = SenderIdentity(self._worker_id, self._epoch)
-        self._sender = Sender(self._agent, self._pool, span, identity, open_client=seams.open_client)
+        sums = BlockSums(runner.cache_memory)
+        self._sender = Sender(self._agent, self._pool, span, identity, sums=sums, open_client=seams.open_client)
         tokenizer, model = Tokenizer.load(folder), ModelConfig.from_folder(folder)
         vocab_size = model.vocab_size
         self._max_context_tokens = max_context_tokens(config, folder)
@@ -106,6 +109,7 @@ class Worker:
             wake=self._wake,
             planner=draft_planner(config, runner, model, self._max_context_tokens),
             prompts_wait=lambda: self._prefill.scheduler.can_run,
+            verification=verification(config.verify_kv, sums, runner.layout, runner.num_blocks),
         )
         self._engine = Engine(
             runner,

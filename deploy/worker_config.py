@@ -37,6 +37,7 @@ class WorkerConfig:
     max_running: int
     lease_s: float
     drain_s: float
+    verify_kv: str
     timing: Path | None
     drafter: str
     draft_model: str | None

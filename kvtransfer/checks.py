@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.errors import InvalidReservation, LayoutMismatch, RecordMismatch
 from kvtransfer.geometry import CacheSpan
+from kvtransfer.integrity import is_seal
 from kvtransfer.ticket import HandoverRecord, Reservation, Ticket
 from model.kv_layout import KVLayout
 
@@ -37,6 +38,8 @@ def misfit(
     generations: tuple[int, ...],
 ) -> RecordMismatch | None:
     """For the receiver: the first thing in which a record is not its ticket's. `generations`: of the blocks, by now."""
+    if not is_seal(record.mac, ticket.mac):
+        return RecordMismatch("mac is not that of the ticket", field="mac")
     expected = (
         ("epoch", record.epoch, ticket.epoch),
         ("attempt_id", record.attempt_id, reservation.attempt_id),
@@ -44,6 +47,7 @@ def misfit(
         ("layout_fingerprint", record.layout_fingerprint, layout.fingerprint),
         ("num_tokens", record.num_tokens, reservation.num_tokens),
         ("sent_tokens", record.sent_tokens, reservation.num_tokens - ticket.num_cached_tokens),
+        ("checksums", len(record.checksums), 2 * len(ticket.checked)),
         ("sent_bytes", record.sent_bytes, len(ticket.block_ids) * layout.block_bytes),
         ("generations", record.generations, ticket.generations),
         ("generations", record.generations, generations),
@@ -63,4 +67,6 @@ def fits(ticket: Ticket, reservation: Reservation, remote: CacheSpan, epoch: str
         and rest == 0
         and num_wanted == len(ticket.block_ids) == len(set(ticket.block_ids)) == len(ticket.generations)
         and all(0 <= block_id < remote.num_blocks for block_id in ticket.block_ids)
+        and len(ticket.checked) == len(set(ticket.checked))
+        and all(0 <= index < num_wanted for index in ticket.checked)
     )

@@ -37,8 +37,10 @@ class DecodeClient:
         with service_errors(), _closed_is_an_error():
             await self._stub.Commit(messages.record_to_message(record), timeout=timeout_s)
 
-    async def release(self, ticket_id: str, sender: SenderIdentity, reason: str, timeout_s: float) -> None:
-        request = decode_pb2.ReleaseRequest(ticket_id=ticket_id, sender_epoch=sender.epoch, reason=reason)
+    async def release(self, ticket: Ticket, sender: SenderIdentity, reason: str, timeout_s: float) -> None:
+        request = decode_pb2.ReleaseRequest(
+            ticket_id=ticket.ticket_id, sender_epoch=sender.epoch, reason=reason, mac=ticket.mac
+        )
         with service_errors():
             await self._stub.Release(request, timeout=timeout_s)
 

@@ -2,7 +2,8 @@
 
 caller    LayoutMismatch, InvalidReservation, DuplicateAttempt, UnknownTicket, RecordMismatch
 capacity  DecodePoolFull
-peer      SenderNotAttached, SenderGone, StalePeer, AttemptEnded, TicketEnded, LeaseExpired, TransferFailed
+peer      SenderNotAttached, SenderGone, StalePeer, AttemptEnded, TicketEnded, LeaseExpired, TransferFailed,
+          CorruptBlocks
 ours      IncompleteTransfer
 """
 
@@ -93,6 +94,13 @@ class TransferFailed(errors.Unavailable):
     """The blocks could not be written, or it is not certain that they were."""
 
     reason = "TRANSFER_FAILED"
+    retryable = True
+
+
+class CorruptBlocks(errors.Aborted):
+    """What lies in the blocks is not what was sent, or it could not be told: nothing is decoded from them."""
+
+    reason = "CORRUPT_BLOCKS"
     retryable = True
 
 

@@ -71,15 +71,15 @@ class FaultyClient(DecodeClient):
         )
         self._injector.at(Stage.COMMITTED)
 
-    async def release(self, ticket_id: str, sender: SenderIdentity, reason: str, timeout_s: float) -> None:
+    async def release(self, ticket: Ticket, sender: SenderIdentity, reason: str, timeout_s: float) -> None:
         call = super().release
         self._injector.at(Stage.RELEASING)
         await self._exchange(
             Target.RELEASE,
-            ticket_id,
+            ticket,
             lambda message: call(message, sender, reason, timeout_s),
             timeout_s,
-            damage=lambda message: _DAMAGED,
+            damage=lambda message: replace(message, ticket_id=_DAMAGED),
         )
 
     async def attach(

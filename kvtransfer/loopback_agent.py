@@ -31,8 +31,8 @@ class LoopbackNetwork:
 
 
 class LoopbackAgent:
-    """`completion_delay_s` lets every write land that much later (infinity: never), `failing_writes` are the numbers,
-    from 0, of the writes that fail without landing."""
+    """`completion_delay_s` lets every write land that much later (infinity: never). Of the writes, numbered from 0,
+    `failing_writes` fail without landing, and of `corrupting_writes` one bit lands wrong, of which nobody is told."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class LoopbackAgent:
         *,
         completion_delay_s: float = 0.0,
         failing_writes: Collection[int] = (),
+        corrupting_writes: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._network = network
@@ -50,6 +51,7 @@ class LoopbackAgent:
         self._cache = range(cache_address, cache_address + num_bytes)
         self._completion_delay_s = completion_delay_s
         self._failing_writes = failing_writes
+        self._corrupting_writes = corrupting_writes
         self._clock = clock
         self._peers: set[str] = set()
         self._num_writes = 0
@@ -83,9 +85,9 @@ class LoopbackAgent:
         for region in regions:
             _check_inside(self._cache, region.local_address, region.num_bytes)
             _check_inside(peer._cache, region.remote_address, region.num_bytes)
-        fails = self._num_writes in self._failing_writes
+        fails, corrupts = self._num_writes in self._failing_writes, self._num_writes in self._corrupting_writes
         self._num_writes += 1
-        return LoopbackWrite(self, peer_name, regions, fails, self._clock, self._completion_delay_s)
+        return LoopbackWrite(self, peer_name, regions, fails, corrupts, self._clock, self._completion_delay_s)
 
     def reach(self, peer_name: str) -> LoopbackAgent | None:
         """The peer, if it is connected and still there."""
@@ -105,6 +107,7 @@ class LoopbackWrite:
         peer_name: str,
         regions: Sequence[Region],
         fails: bool,
+        corrupts: bool,
         clock: Callable[[], float],
         delay_s: float,
     ) -> None:
@@ -112,6 +115,7 @@ class LoopbackWrite:
         self._peer_name = peer_name
         self._regions = tuple(regions)
         self._fails = fails
+        self._corrupts = corrupts
         self._clock = clock
         self._completes_at = clock() + delay_s
         self._state = WriteState.MOVING
@@ -134,6 +138,9 @@ class LoopbackWrite:
     def _copy(self) -> WriteState:
         for region in self._regions:
             ctypes.memmove(region.remote_address, region.local_address, region.num_bytes)
+        if self._corrupts:
+            last = self._regions[-1]
+            ctypes.c_uint8.from_address(last.remote_address + last.num_bytes // 2).value ^= 1
         return WriteState.DONE
 
 

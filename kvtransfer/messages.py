@@ -78,6 +78,8 @@ def ticket_to_message(ticket: Ticket) -> pb.Ticket:
         block_ids=ticket.block_ids,
         generations=ticket.generations,
         lease_s=ticket.lease_s,
+        checked=ticket.checked,
+        mac=ticket.mac,
     )
 
 
@@ -89,6 +91,8 @@ def ticket_from_message(message: pb.Ticket) -> Ticket:
         block_ids=tuple(message.block_ids),
         generations=tuple(message.generations),
         lease_s=message.lease_s,
+        checked=tuple(message.checked),
+        mac=message.mac,
     )
 
 
@@ -105,6 +109,8 @@ def record_to_message(record: HandoverRecord) -> pb.HandoverRecord:
         sent_tokens=record.sent_tokens,
         sent_bytes=record.sent_bytes,
         drafting=record.drafting,
+        checksums=record.checksums,
+        mac=record.mac,
     )
 
 
@@ -121,6 +127,8 @@ def record_from_message(message: pb.HandoverRecord) -> HandoverRecord:
         sent_tokens=message.sent_tokens,
         sent_bytes=message.sent_bytes,
         drafting=message.drafting,
+        checksums=tuple(message.checksums),
+        mac=message.mac,
     )
 
 

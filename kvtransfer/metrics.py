@@ -27,4 +27,9 @@ LEASES_EXPIRED = Counter("pdserve_kvtransfer_leases_expired", "Leases that were 
 OLDEST_QUARANTINE = Gauge("pdserve_kvtransfer_oldest_quarantine_seconds", "Age of the oldest quarantine.")
 IGNORED = Counter("pdserve_kvtransfer_ignored_messages", "Late, repeated or unknown messages.", ["message"])
 FAULTS = Counter("pdserve_faults_injected", "Faults made to happen by a fault plan.", ["fault", "target"])
+REJECTED = Counter(
+    "pdserve_kvtransfer_rejected_records", "Records that were not accepted for what they say or brought.", ["reason"]
+)
+CHECKED_BYTES = Counter("pdserve_kvtransfer_checked_bytes", "KV bytes whose checksums were compared.")
+CHECK_SECONDS = Counter("pdserve_kvtransfer_check_seconds", "Time that took.")
 PEERS = Gauge("pdserve_kvtransfer_peers", "Decode workers this worker is connected to.")

@@ -20,6 +20,7 @@ from kvtransfer.peer import Peer
 from kvtransfer.ticket import HandoverRecord, Reservation, SendStats, Ticket
 from kvtransfer.transfer_thread import TransferThread, WriteStream
 from model.block_pool import BlockPool
+from model.block_sums import RunningSums
 
 
 class State(enum.Enum):
@@ -49,6 +50,7 @@ class Outgoing:
         pool: BlockPool,
         local: CacheSpan,
         thread: TransferThread,
+        sums: RunningSums | None,
         own: Callable[[asyncio.Task[None]], None],
         ended: Callable[[Outgoing], None],
     ) -> None:
@@ -58,6 +60,8 @@ class Outgoing:
         self._pool = pool
         self._local = local
         self._thread = thread
+        self._sums = sums  # of the blocks that the ticket wants checked; the transfer thread's own until it has drained
+        self._slots = {index: slot for slot, index in enumerate(ticket.checked)}
         self._own = own
         self._ended = ended
         self._stream = WriteStream(peer.agent_name, self._write_failed)
@@ -149,10 +153,21 @@ class Outgoing:
             raise ValueError("a local block is written from that is not held")
         if not local_ids:
             return
+        indices = range(start, start + len(local_ids))
+        checked = [(local_ids[index - start], slot) for index, slot in self._slots.items() if index in indices]
         for layer in layers:  # one write each, so that other sequences have their turn in between
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
             only = range(layer, layer + 1)
-            self._thread.post(self._stream, partial(self._pieces, only, local_ids, remote_ids))
+            self._thread.post(
+                self._stream,
+                partial(self._pieces, only, local_ids, remote_ids),
+                then=partial(self._add_to_sums, only, checked),
+            )
+
+    def _add_to_sums(self, layers: range, checked: Sequence[tuple[int, int]]) -> None:
+        if self._sums is not None and checked:
+            block_ids, slots = zip(*checked, strict=True)
+            self._sums.add(layers, block_ids, slots)
 
     def _pieces(self, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Pieces:
         """On the transfer thread, when the write is about to be posted."""
@@ -188,6 +203,8 @@ class Outgoing:
             sent_tokens=self._reservation.num_tokens - self.num_cached_tokens,
             sent_bytes=self._stream.sent_bytes,
             drafting=drafting,
+            checksums=() if self._sums is None else self._sums.values(),
+            mac=self._ticket.mac,
         )
 
     def _has_ended(self) -> TransferFailed:
@@ -208,7 +225,7 @@ class Outgoing:
 
     async def _end(self, reason: str) -> None:
         await self._thread.drain(self._stream)
-        self._peer.release(self._ticket.ticket_id, reason)
+        self._peer.release(self._ticket, reason)
         self._finish()
 
     def _finish(self) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from kvtransfer.ticket import Reservation, Ticket
+from kvtransfer.ticket import HandoverRecord, ReceivedSequence, Reservation, Ticket
 from protos.errors import ServiceError
 
 
 class State(enum.Enum):
     NONE = "none"  # no such ticket: never granted here, or over. Its blocks are a sequence's, or free
     LIVE = "live"  # its sender may write, and renews the lease
+    CHECKING = "checking"  # all has been written, says its record; what lies in the blocks is being looked at
     QUARANTINED = "quarantined"  # nothing will come of it, but its sender may not have stopped writing
     ORPHANED = "orphaned"  # the same, and its sender is gone: what it posted may land until the grace is over
 
@@ -26,8 +27,10 @@ class Event(enum.Enum):
     GRANT = "granted"  # room was found for a reservation
     NAMED = "named"  # a heartbeat of its sender names it
     FORGOTTEN = "forgotten"  # its sender speaks, but has not named it for a whole lease (`Lease.is_forgotten_by`)
-    RECORD = "committed"  # a record that is this ticket's
+    RECORD = "record"  # a record that is this ticket's
     MISFIT = "misfit"  # a record that names it and differs from it
+    INTACT = "committed"  # what lies in the blocks is what was sent, or nothing is to be checked
+    CORRUPT = "corrupt"  # it is not, or cannot be told
     ABORT = "aborted"  # our side has given the attempt up
     RELEASE = "released"  # its sender has stopped writing for good
     SENDER_GONE = "sender_gone"  # the last stream of its sender has ended
@@ -55,12 +58,21 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.NONE, E.RELEASE): (S.NONE, (X.IGNORE,)),
     (S.LIVE, E.NAMED): (S.LIVE, (X.RENEW,)),
     (S.LIVE, E.FORGOTTEN): (S.LIVE, ()),
-    (S.LIVE, E.RECORD): (S.NONE, (X.HAND_OVER,)),
+    (S.LIVE, E.RECORD): (S.CHECKING, ()),
     (S.LIVE, E.MISFIT): (S.LIVE, (X.IGNORE,)),
     (S.LIVE, E.ABORT): (S.QUARANTINED, (X.END,)),
     (S.LIVE, E.RELEASE): (S.NONE, (X.FREE, X.END, X.TELL)),
     (S.LIVE, E.SENDER_GONE): (S.ORPHANED, (X.END, X.TELL)),
     (S.LIVE, E.LAPSE): (S.QUARANTINED, (X.END, X.TELL)),
+    (S.CHECKING, E.NAMED): (S.CHECKING, (X.RENEW,)),
+    (S.CHECKING, E.FORGOTTEN): (S.CHECKING, ()),
+    (S.CHECKING, E.RECORD): (S.CHECKING, (X.IGNORE,)),
+    (S.CHECKING, E.MISFIT): (S.CHECKING, (X.IGNORE,)),
+    (S.CHECKING, E.INTACT): (S.NONE, (X.HAND_OVER,)),
+    (S.CHECKING, E.CORRUPT): (S.QUARANTINED, (X.END, X.TELL)),  # its record is in doubt, and so is that it has stopped
+    (S.CHECKING, E.ABORT): (S.QUARANTINED, (X.END,)),
+    (S.CHECKING, E.RELEASE): (S.NONE, (X.FREE, X.END, X.TELL)),
+    (S.CHECKING, E.SENDER_GONE): (S.ORPHANED, (X.END, X.TELL)),
     (S.QUARANTINED, E.NAMED): (S.QUARANTINED, (X.STOP,)),
     (S.QUARANTINED, E.FORGOTTEN): (S.NONE, (X.FREE,)),
     (S.QUARANTINED, E.RECORD): (S.QUARANTINED, (X.IGNORE,)),
@@ -115,6 +127,19 @@ class Lease:
         may write to, and drops one that reached it after half a lease; but what it wrote earlier may come late.
         """
         return heard_at - self.named_at > self.ticket.lease_s
+
+    def received(self, record: HandoverRecord) -> ReceivedSequence:
+        """What its references are handed over with."""
+        num_cached_tokens = self.ticket.num_cached_tokens
+        return ReceivedSequence(
+            attempt_id=record.attempt_id,
+            block_ids=self.block_ids,
+            num_tokens=record.num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_received_tokens=record.num_tokens - num_cached_tokens,
+            first_token_id=record.first_token_id,
+            drafting=record.drafting,
+        )
 
     def after(self, event: Event, now: float, error: ServiceError | None = None) -> Lease:
         """`error` says why, if the event ends the attempt."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from kvtransfer import metrics
@@ -75,6 +75,7 @@ class Peer:
         self._agent = agent
         self._options = options
         self._heartbeat_s = options.heartbeat_s
+        self._shortened = asyncio.Event()
         self._span = CacheSpan(description.layout, description.base_address, description.num_blocks)
         self._clock = asyncio.get_running_loop().time
         self._asked_at: dict[str, float] = {}  # by the id of a ticket that is about to be added
@@ -113,7 +114,7 @@ class Peer:
         ticket = await self._client.reserve(reservation, timeout_s)
         took_s = self._clock() - asked_at
         if took_s > ticket.lease_s / 2:
-            self.release(ticket.ticket_id, "the ticket came too late")
+            self.release(ticket, "the ticket came too late")
             raise TransferFailed(f"the ticket took {took_s:.1f} s of a lease of {ticket.lease_s} s")
         self._asked_at[ticket.ticket_id] = asked_at
         return ticket
@@ -123,7 +124,9 @@ class Peer:
 
     def add(self, ticket: Ticket, failed: Callable[[Exception], None]) -> None:
         """Names this ticket in every heartbeat from now on; `failed` is called if it ends or the peer is lost."""
-        self._heartbeat_s = min(self._heartbeat_s, ticket.lease_s / 3)
+        if ticket.lease_s / 3 < self._heartbeat_s:
+            self._heartbeat_s = ticket.lease_s / 3
+            self._shortened.set()  # or the first heartbeat that names it might come after its lease
         added_at = self._clock()
         ends_at = self._asked_at.pop(ticket.ticket_id, added_at) + ticket.lease_s
         self._writing[ticket.ticket_id] = _Writing(failed, ticket.lease_s, added_at, ends_at)
@@ -142,12 +145,13 @@ class Peer:
     def remove(self, ticket_id: str) -> None:
         self._writing.pop(ticket_id, None)
 
-    def release(self, ticket_id: str, reason: str) -> None:
+    def release(self, ticket: Ticket, reason: str) -> None:
         """Tells the peer, until it acknowledges or is lost, that nothing more will be written under this ticket."""
+        ticket_id = ticket.ticket_id
         self._writing.pop(ticket_id, None)
         self._asked_at.pop(ticket_id, None)
         if self._lost is None:
-            task = asyncio.create_task(self._release(ticket_id, reason))
+            task = asyncio.create_task(self._release(ticket, reason))
             self._releases[ticket_id] = task
             task.add_done_callback(lambda _: self._releases.pop(ticket_id, None))
 
@@ -196,7 +200,10 @@ class Peer:
     async def _heartbeats(self) -> AsyncIterator[Sequence[str]]:
         while True:
             yield [*self._writing, *self._releases]
-            await asyncio.sleep(self._heartbeat_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._shortened.wait()
+            self._shortened.clear()
 
     def _renewed(self, renewal: Renewal) -> None:
         ended = set(renewal.ended_ticket_ids)
@@ -206,14 +213,14 @@ class Peer:
             elif writing.added_at <= renewal.sent_at:  # it was named
                 writing.lease_ends_at = renewal.sent_at + writing.lease_s
 
-    async def _release(self, ticket_id: str, reason: str) -> None:
+    async def _release(self, ticket: Ticket, reason: str) -> None:
         backoff_s = self._options.release_backoff_s
         while True:
             try:
-                await self._client.release(ticket_id, self._identity, reason, self._options.call_timeout_s)
+                await self._client.release(ticket, self._identity, reason, self._options.call_timeout_s)
                 return
             except ServiceError as error:
-                logger.info("releasing ticket %s at %s failed: %s", ticket_id, self.agent_name, error)
+                logger.info("releasing ticket %s at %s failed: %s", ticket.ticket_id, self.agent_name, error)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, self._options.max_release_backoff_s)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvtransfer import metrics
 from kvtransfer.admission import Admission
@@ -20,7 +18,7 @@ from kvtransfer.attempts import EndedAttempts, again
 from kvtransfer.checks import check_reservation, misfit
 from kvtransfer.errors import (
     AttemptEnded,
-    DecodePoolFull,
+    CorruptBlocks,
     DuplicateAttempt,
     LeaseExpired,
     SenderGone,
@@ -28,10 +26,13 @@ from kvtransfer.errors import (
     TicketEnded,
     UnknownTicket,
 )
+from kvtransfer.granting import Granting
+from kvtransfer.integrity import Verification, is_seal
 from kvtransfer.leases import Leases
 from kvtransfer.ownership import TRANSITIONS, Effect, Event, Lease, State
+from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.ticket import HandoverRecord, ReceivedSequence, Reservation, SenderIdentity, Ticket
-from model.block_pool import BlockPool, NoFreeBlocks
+from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
 from protos.errors import ServiceError
 
@@ -41,21 +42,6 @@ _IGNORED = {Event.RECORD: "commit", Event.MISFIT: "record", Event.RELEASE: "rele
 
 FailedListener = Callable[[str, ServiceError], None]
 """Called with (attempt id, error) when a ticket ends before it was committed, unless our own side aborted it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverOptions:
-    """`quarantine_grace_s` is how long a write may still land after its sender's stream ended.
-
-    `place_s`: a sender that was refused and has not asked again for so long has lost its place in the line.
-    """
-
-    lease_s: float = 10.0
-    quarantine_grace_s: float = 2.0
-    retry_after_s: float = 0.05
-    place_s: float = 0.5
-    timer_s: float = 0.1
-    num_remembered_attempts: int = 10_000
 
 
 class Receiver:
@@ -70,15 +56,26 @@ class Receiver:
         options: ReceiverOptions | None = None,
         failed: FailedListener | None = None,
         headroom: Callable[[], int] = lambda: 0,
+        verification: Verification | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._layout = layout
-        self._epoch = epoch
         self._options = options or ReceiverOptions()
         self._failed = failed
         self._clock = clock
+        self._verification = verification
         self._admission = Admission(pool, headroom=headroom, place_s=self._options.place_s, clock=clock)
+        self._granting = Granting(
+            pool,
+            layout,
+            epoch,
+            admission=self._admission,
+            verification=verification,
+            lease_s=self._options.lease_s,
+            grace_s=self._options.quarantine_grace_s,
+            retry_after_s=self._options.retry_after_s,
+        )
         self._leases = Leases()
         self._streams: dict[str, int] = {}  # Attach streams by sender epoch
         self._ended = EndedAttempts(self._options.num_remembered_attempts)
@@ -117,22 +114,31 @@ class Receiver:
             DecodePoolFull: not now; `retry_after_s` is set.
         """
         self._check(reservation)
-        cached, received = self._allocate(reservation)
-        ticket = Ticket(
-            ticket_id=secrets.token_hex(8),
-            epoch=self._epoch,
-            num_cached_tokens=len(cached) * self._layout.block_size,
-            block_ids=tuple(received),
-            generations=tuple(map(self._pool.generation, received)),
-            lease_s=self._options.lease_s,
-        )
-        block_ids = (*cached, *received)
-        self._step(Event.GRANT, Lease(ticket, reservation, block_ids, self._options.quarantine_grace_s))
-        return ticket
+        lease = self._granting.lease(reservation)
+        self._step(Event.GRANT, lease)
+        return lease.ticket
 
     def check_not_ended(self, attempt_id: str) -> None:
         """Raises why nothing will come of this attempt any more: it was committed before, or it ended without."""
         self._ended.check(attempt_id)
+
+    async def receive(self, record: HandoverRecord) -> ReceivedSequence:
+        """`commit`, once what lies in the blocks that the ticket wants checked has been compared with the record.
+
+        Raises besides: CorruptBlocks, and then the ticket has ended. A ticket that ended meanwhile: why it did.
+        """
+        lease = self._accept(record)
+        try:
+            if self._verification is not None and lease.ticket.checked:
+                block_ids = [lease.ticket.block_ids[index] for index in lease.ticket.checked]
+                await self._verification.check(block_ids, record.checksums)
+        except CorruptBlocks as error:
+            self._doubt(record, error)
+            raise
+        except BaseException:  # also if the call is cancelled: nobody would take the sequence
+            self._doubt(record, CorruptBlocks(f"the check of attempt {record.attempt_id!r} was not finished"))
+            raise
+        return self._hand_over(record)
 
     def commit(self, record: HandoverRecord) -> ReceivedSequence:
         """Takes the sequence: publishes its full blocks and passes the lease's references to the caller.
@@ -141,36 +147,52 @@ class Receiver:
             UnknownTicket: also for one that was committed before. TicketEnded, LeaseExpired: too late.
             RecordMismatch: the record is not this ticket's; the ticket stays as it is.
         """
+        if self._verification is not None:
+            raise RuntimeError("records are to be checked here: receive them")
+        self._accept(record)
+        return self._hand_over(record)
+
+    def _accept(self, record: HandoverRecord) -> Lease:
         lease = self._judged(self._leases.find(record.ticket_id))
         if lease is None:
             self._step(Event.RECORD, None)
             raise UnknownTicket(f"no ticket {record.ticket_id!r} is held here")
         generations = tuple(map(self._pool.generation, lease.ticket.block_ids))
         difference = misfit(record, lease.ticket, lease.reservation, self._layout, generations)
-        self._step(Event.RECORD if difference is None else Event.MISFIT, lease)
+        effects = self._step(Event.RECORD if difference is None else Event.MISFIT, lease)
         if lease.error is not None:
             raise again(lease.error)
         if difference is not None:
+            metrics.REJECTED.labels(difference.field).inc()
             raise difference
-        num_cached_tokens = lease.ticket.num_cached_tokens
-        return ReceivedSequence(
-            attempt_id=record.attempt_id,
-            block_ids=lease.block_ids,
-            num_tokens=record.num_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_received_tokens=record.num_tokens - num_cached_tokens,
-            first_token_id=record.first_token_id,
-            drafting=record.drafting,
-        )
+        if Effect.IGNORE in effects:
+            raise DuplicateAttempt(f"the record of attempt {record.attempt_id!r} is being checked")
+        return lease
+
+    def _doubt(self, record: HandoverRecord, error: CorruptBlocks) -> None:
+        metrics.REJECTED.labels("content").inc()
+        lease = self._leases.find(record.ticket_id)
+        if lease is not None and lease.state is State.CHECKING:
+            self._step(Event.CORRUPT, lease, error)
+
+    def _hand_over(self, record: HandoverRecord) -> ReceivedSequence:
+        lease = self._leases.find(record.ticket_id)
+        if lease is None or lease.state is not State.CHECKING:
+            self._ended.check(record.attempt_id)
+            raise UnknownTicket(f"ticket {record.ticket_id!r} ended while its record was checked")
+        self._step(Event.INTACT, lease)
+        return lease.received(record)
 
     def abort(self, attempt_id: str, reason: str) -> None:
         """Our side has given this attempt up: a ticket of it ends, a later reserve is refused. Idempotent."""
         error = AttemptEnded(f"attempt {attempt_id!r} was aborted: {reason}")
         self._step(Event.ABORT, self._judged(self._leases.of_attempt(attempt_id)), error, attempt_id)
 
-    def release(self, ticket_id: str, sender_epoch: str, reason: str = "") -> None:
+    def release(self, ticket_id: str, sender_epoch: str, reason: str = "", *, mac: bytes) -> None:
         """The sender has stopped writing for good: the blocks are free at once. Unknown tickets are ignored."""
         lease = self._of_sender(ticket_id, sender_epoch)
+        if lease is not None and not is_seal(mac, lease.ticket.mac):
+            lease = None
         attempt_id = lease.reservation.attempt_id if lease is not None else ""
         self._step(Event.RELEASE, lease, TicketEnded(f"the prefill worker gave attempt {attempt_id!r} up: {reason}"))
 
@@ -222,17 +244,6 @@ class Receiver:
         self._ended.check(reservation.attempt_id)
         if self._leases.of_attempt(reservation.attempt_id) is not None:
             raise DuplicateAttempt(f"attempt {reservation.attempt_id!r} has a ticket already", field="attempt_id")
-
-    def _allocate(self, reservation: Reservation) -> tuple[list[int], list[int]]:
-        num_blocks = self._layout.num_blocks(reservation.num_tokens)
-        try:
-            return self._admission.allocate(reservation.sender.epoch, num_blocks, reservation.block_hashes)
-        except NoFreeBlocks as full:
-            metrics.TICKETS.labels("refused").inc()
-            raise DecodePoolFull(
-                f"{full.num_wanted} KV blocks wanted, {full.num_free} to give",
-                retry_after_s=self._options.retry_after_s,
-            ) from None
 
     def _of_sender(self, ticket_id: str, sender_epoch: str) -> Lease | None:
         """Another sender's ticket is as unknown as none."""

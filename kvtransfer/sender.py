@@ -19,13 +19,17 @@ from kvtransfer.peer import Peer, PeerOptions, connect_peer
 from kvtransfer.ticket import HandoverTarget, Reservation, SenderIdentity
 from kvtransfer.transfer_thread import TransferOptions, TransferThread
 from model.block_pool import BlockPool
+from model.block_sums import BlockSums
 from protos.channel import open_channel
 
 _Result = TypeVar("_Result")
 
 
 class Sender:
-    """Made on a running event loop. `span` is our own cache, whose blocks `pool` has; `agent` has it registered."""
+    """Made on a running event loop. `span` is our own cache, whose blocks `pool` has; `agent` has it registered.
+
+    Without `sums` of that cache it can only send to decode workers that check nothing.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Sender:
         span: CacheSpan,
         identity: SenderIdentity,
         *,
+        sums: BlockSums | None = None,
         peer_options: PeerOptions | None = None,
         transfer_options: TransferOptions | None = None,
         open_client: Callable[[str], DecodeClient] = lambda address: DecodeClient(open_channel(address)),
@@ -42,6 +47,7 @@ class Sender:
         self._pool = pool
         self._span = span
         self._identity = identity
+        self._sums = sums
         self._peer_options = peer_options or PeerOptions()
         self._open_client = open_client
         self._thread = TransferThread(agent, options=transfer_options)
@@ -105,8 +111,11 @@ class Sender:
         )
         ticket = await peer.reserve(reservation, timeout_s)
         if not fits(ticket, reservation, peer.span, peer.epoch):
-            peer.release(ticket.ticket_id, "the ticket does not fit the reservation")
+            peer.release(ticket, "the ticket does not fit the reservation")
             raise TransferFailed(f"decode worker {peer.agent_name} granted a ticket that does not fit the reservation")
+        if ticket.checked and self._sums is None:
+            peer.release(ticket, "checksums are not computed here")
+            raise TransferFailed(f"decode worker {peer.agent_name} wants checksums, which are not computed here")
         outgoing = Outgoing(
             reservation,
             ticket,
@@ -114,6 +123,7 @@ class Sender:
             pool=self._pool,
             local=self._span,
             thread=self._thread,
+            sums=self._sums.start(len(ticket.checked)) if self._sums is not None and ticket.checked else None,
             own=self._own,
             ended=self._outgoings.discard,
         )

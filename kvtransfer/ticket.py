@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from model.kv_layout import KVLayout
 
@@ -59,6 +59,8 @@ class Ticket:
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
     lease_s: float
+    checked: tuple[int, ...] = ()  # indices of block_ids: the record has to have checksums of these
+    mac: bytes = field(default=b"", repr=False)  # to be returned with the record or the release
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class HandoverRecord:
     sent_tokens: int
     sent_bytes: int
     drafting: bytes = b""  # what the drafter needs beside the KV
+    checksums: tuple[int, ...] = ()  # two for each block that the ticket wants checked
+    mac: bytes = field(default=b"", repr=False)  # the ticket's
 
 
 @dataclass(frozen=True, slots=True)

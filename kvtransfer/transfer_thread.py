@@ -79,11 +79,18 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
-    def post(self, stream: WriteStream, what: Callable[[], Sequence[Region] | Pieces]) -> None:
+    def post(
+        self,
+        stream: WriteStream,
+        what: Callable[[], Sequence[Region] | Pieces],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         """Queues a write, whose regions or pieces are worked out on the transfer thread. Any thread may call it.
 
+        `then` is called there once it is posted, while it moves: for what belongs to it.
+
         Waits while the queue is full. Raises TransferFailed if it stays so."""
-        if not self._queue.put(stream, partial(self._post, stream, what), self._options.stall_s):
+        if not self._queue.put(stream, partial(self._post, stream, what, then), self._options.stall_s):
             raise TransferFailed(f"{self._options.max_queued_writes} writes are queued and none has been posted")
 
     def drain(self, stream: WriteStream) -> asyncio.Future[None]:
@@ -116,7 +123,12 @@ class TransferThread:
     def _close(self) -> None:
         self._closing = True
 
-    def _post(self, stream: WriteStream, work_out: Callable[[], Sequence[Region] | Pieces]) -> None:
+    def _post(
+        self,
+        stream: WriteStream,
+        work_out: Callable[[], Sequence[Region] | Pieces],
+        then: Callable[[], None],
+    ) -> None:
         if stream.stopped:
             return
         started = time.perf_counter()
@@ -139,6 +151,11 @@ class TransferThread:
         stream.num_moving += 1
         self._count_moving(stream, write.num_bytes)
         self._moving.append(_Posted(write, stream, time.monotonic() + self._options.stall_s))
+        try:
+            then()
+        except Exception as error:  # likewise
+            logger.exception("what follows a write to %s failed", stream.peer_name)
+            self._fail(stream, error)
 
     def _poll(self) -> None:
         if self._moving:

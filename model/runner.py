@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from model.kv_layout import KVLayout
 from model.sampling_params import SamplingParams
 
@@ -167,6 +169,11 @@ class ModelRunner(DraftingStates, Protocol):
     @property
     def cache_address(self) -> int:
         """Of the first byte of the cache, [L, N, H, 2, B, D]."""
+        ...
+
+    @property
+    def cache_memory(self) -> Tensor:
+        """The cache itself, or its bytes in another type: [L, N, ...]. For reading."""
         ...
 
     @property

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from model.kv_layout import DTYPE_BYTES, KVLayout
 from model.runner import Chunk, LayerDone, Logprobs, NoDrafting, SampledToken, StepOutput
@@ -110,6 +112,10 @@ class TimedRunner(NoDrafting):
     @property
     def cache_address(self) -> int:
         return int(self._cache.ctypes.data)
+
+    @property
+    def cache_memory(self) -> Tensor:
+        return torch.from_numpy(self._cache.view(np.int32))
 
     @property
     def cache_device_id(self) -> int:

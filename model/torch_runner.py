@@ -115,6 +115,10 @@ class TorchRunner(NoDrafting):
         return self.cache.address
 
     @property
+    def cache_memory(self) -> Tensor:
+        return self.cache.memory
+
+    @property
     def cache_device_id(self) -> int:
         device = self.cache.memory.device
         return -1 if device.type == "cpu" else device.index or 0

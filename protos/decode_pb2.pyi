@@ -316,6 +316,8 @@ class Ticket(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    CHECKED_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     epoch: _builtins.str
     """of the decode worker"""
@@ -323,6 +325,8 @@ class Ticket(_message.Message):
     """held already: a whole number of blocks, not to be sent"""
     lease_s: _builtins.float
     """a duration, on the decode worker's clock, from the grant and from each renewal"""
+    mac: _builtins.bytes
+    """shows whose ticket it is: to be returned with HandoverRecord or ReleaseRequest"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of tokens num_cached_tokens .. num_tokens, in order"""
@@ -330,6 +334,10 @@ class Ticket(_message.Message):
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """one for each of block_ids"""
+
+    @_builtins.property
+    def checked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """indices of block_ids: of these the record must have checksums"""
 
     def __init__(
         self,
@@ -340,10 +348,12 @@ class Ticket(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
         lease_s: _builtins.float = ...,
+        checked: _abc.Iterable[_builtins.int] | None = ...,
+        mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "epoch", b"epoch", "generations", b"generations", "lease_s", b"lease_s", "num_cached_tokens", b"num_cached_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checked", b"checked", "epoch", b"epoch", "generations", b"generations", "lease_s", b"lease_s", "mac", b"mac", "num_cached_tokens", b"num_cached_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,6 +378,8 @@ class HandoverRecord(_message.Message):
     SENT_TOKENS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     DRAFTING_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     attempt_id: _builtins.str
     epoch: _builtins.str
@@ -383,8 +395,16 @@ class HandoverRecord(_message.Message):
     sent_bytes: _builtins.int
     drafting: _builtins.bytes
     """what the layout's drafter needs beside the KV to go on; empty if nothing"""
+    mac: _builtins.bytes
+    """the ticket's"""
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each block that the ticket wants checked, in that order, two sums over its words w_i of 32 bits, little-endian,
+        layer after layer: of w_i, and of (i + 1) w_i, both modulo 2^64.
+        """
+
     def __init__(
         self,
         *,
@@ -399,10 +419,12 @@ class HandoverRecord(_message.Message):
         sent_tokens: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
         drafting: _builtins.bytes = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+        mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "drafting", b"drafting", "epoch", b"epoch", "first_token_id", b"first_token_id", "generations", b"generations", "layout_fingerprint", b"layout_fingerprint", "num_tokens", b"num_tokens", "sender_epoch", b"sender_epoch", "sent_bytes", b"sent_bytes", "sent_tokens", b"sent_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "checksums", b"checksums", "drafting", b"drafting", "epoch", b"epoch", "first_token_id", b"first_token_id", "generations", b"generations", "layout_fingerprint", b"layout_fingerprint", "mac", b"mac", "num_tokens", b"num_tokens", "sender_epoch", b"sender_epoch", "sent_bytes", b"sent_bytes", "sent_tokens", b"sent_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -430,19 +452,23 @@ class ReleaseRequest(_message.Message):
     TICKET_ID_FIELD_NUMBER: _builtins.int
     SENDER_EPOCH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     sender_epoch: _builtins.str
     reason: _builtins.str
+    mac: _builtins.bytes
+    """the ticket's"""
     def __init__(
         self,
         *,
         ticket_id: _builtins.str = ...,
         sender_epoch: _builtins.str = ...,
         reason: _builtins.str = ...,
+        mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "sender_epoch", b"sender_epoch", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mac", b"mac", "reason", b"reason", "sender_epoch", b"sender_epoch", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -22,11 +22,13 @@ from decode.draft_planner import DraftPlanner
 from decode.service import DecodeService
 from deploy.fault_seams import Seams
 from kvtransfer.geometry import CacheSpan
+from kvtransfer.integrity import Verification
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from kvtransfer.peer import PeerOptions
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import PeerDescription, SenderIdentity
 from model.block_pool import BlockPool
+from model.block_sums import BlockSums
 from model.engine import Engine
 from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, StepOutput
@@ -94,6 +96,8 @@ class TimedWorker:
         layout: KVLayout = LAYOUT,
         planner: DraftPlanner | None = None,
         seams: Seams | None = None,
+        verified_share: float = 1.0,
+        corrupting_writes: Collection[int] = (),
     ) -> None:
         seams = seams or Seams()
         self.name, self.epoch, self.layout = name, secrets.token_hex(4), layout
@@ -107,12 +111,20 @@ class TimedWorker:
             span.base_address,
             span.num_bytes,
             completion_delay_s=1.0,
+            corrupting_writes=corrupting_writes,
             clock=lambda: self._write_time,
         )
         self.agent = seams.around_agent(agent, span)
         identity = SenderIdentity(name, self.epoch)
+        sums = BlockSums(self.runner.cache_memory)
         self.sender = Sender(
-            self.agent, self.pool, span, identity, peer_options=FAST_PEER, open_client=seams.open_client
+            self.agent,
+            self.pool,
+            span,
+            identity,
+            sums=sums,
+            peer_options=FAST_PEER,
+            open_client=seams.open_client,
         )
         self.prefill = PrefillService(
             pool=self.pool,
@@ -135,6 +147,7 @@ class TimedWorker:
             wake=lambda: self.engine.wake(),
             planner=planner,
             prompts_wait=lambda: self.prefill.scheduler.can_run,
+            verification=Verification(sums, verified_share) if verified_share else None,
         )
         self.engine = Engine(
             self.runner, [self.decode.scheduler, self.prefill.scheduler], max_step_tokens=max_step_tokens

@@ -115,7 +115,7 @@ async def test_stays_if_it_cannot_leave(failure: str) -> None:
         elif failure == "writes":
             source.agent.write = _failing  # type: ignore[method-assign, assignment]
         elif failure == "commit":
-            target.decode.receiver.commit = _failing  # type: ignore[method-assign, assignment]
+            target.decode.receiver.receive = _failing  # type: ignore[method-assign, assignment]
         handing = hand_over(source, where)
         await asyncio.sleep(0.05)
         source.runner.go_on()

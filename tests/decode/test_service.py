@@ -29,7 +29,7 @@ PROMPT = prompt_of(5 * BLOCK + 2)  # six blocks
 
 @asynccontextmanager
 async def one_worker(**options: Any) -> AsyncIterator[TimedWorker]:
-    worker = TimedWorker(LoopbackNetwork(), "decode-0", **{"num_blocks": NUM_BLOCKS, **options})
+    worker = TimedWorker(LoopbackNetwork(), "decode-0", **{"num_blocks": NUM_BLOCKS, "verified_share": 0.0, **options})
     async with running(worker):
         yield worker
 
@@ -94,6 +94,7 @@ class Peer:
             first_token_id=7,
             sent_tokens=num_tokens,
             sent_bytes=len(ticket.block_ids) * LAYOUT.block_bytes,
+            mac=ticket.mac,
         )
 
     async def commit(self, record: decode_pb2.HandoverRecord) -> None:
@@ -102,7 +103,7 @@ class Peer:
 
     async def release(self, ticket: decode_pb2.Ticket) -> None:
         await self.worker.decode_stub.Release(
-            decode_pb2.ReleaseRequest(ticket_id=ticket.ticket_id, sender_epoch=self.epoch)
+            decode_pb2.ReleaseRequest(ticket_id=ticket.ticket_id, sender_epoch=self.epoch, mac=ticket.mac)
         )
 
     async def leave(self) -> None:

@@ -14,6 +14,7 @@ from kvtransfer.ownership import TRANSITIONS, Effect, Event, Lease, State
 from kvtransfer.ticket import Reservation, SenderIdentity, Ticket
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "hand-over.md").read_text()
+OF_A_CHECK = {Event.INTACT, Event.CORRUPT}
 BY_CLOCK = {Event.LAPSE: State.LIVE, Event.GRACE_OVER: State.ORPHANED}
 ONLY_OF_A_TICKET = {Event.FORGOTTEN, Event.MISFIT, Event.SENDER_GONE}
 
@@ -36,6 +37,8 @@ def test_every_message_has_a_meaning_in_every_state() -> None:
         for event in Event:
             if event in BY_CLOCK:
                 assert ((state, event) in TRANSITIONS) == (BY_CLOCK[event] is state)
+            elif event in OF_A_CHECK:  # the receiver asks for the state first: it may have changed meanwhile
+                assert ((state, event) in TRANSITIONS) == (state is State.CHECKING)
             elif event is Event.GRANT or state is State.NONE:
                 can_be = state is State.NONE and event not in ONLY_OF_A_TICKET
                 assert ((state, event) in TRANSITIONS) == can_be
@@ -78,10 +81,11 @@ def test_references_are_given_back_or_passed_on_exactly_when_a_ticket_is_over() 
         assert len({Effect.FREE, Effect.HAND_OVER} & set(effects)) == ends
 
 
-def test_attempt_ends_when_its_ticket_stops_being_live_and_never_again() -> None:
+def test_attempt_ends_when_its_ticket_does_and_never_again() -> None:
+    goes_on = {State.LIVE, State.CHECKING}
     for (before, event), (after, effects) in TRANSITIONS.items():
         if before is not State.NONE:
-            leaves = before is State.LIVE and after is not State.LIVE
+            leaves = before in goes_on and after not in goes_on
             assert (Effect.END in effects or Effect.HAND_OVER in effects) == leaves
             assert (Effect.TELL in effects) == (Effect.END in effects and event is not Event.ABORT)
 

@@ -20,7 +20,8 @@ from kvtransfer.errors import (
     TicketEnded,
     UnknownTicket,
 )
-from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.ticket import HandoverRecord, Reservation, SenderIdentity, Ticket
 from model.block_pool import BlockPool
 from protos.errors import ServiceError
@@ -81,6 +82,7 @@ def record(ticket: Ticket, attempt_id: str = "a", num_tokens: int = 2 * BLOCK) -
         first_token_id=42,
         sent_tokens=num_tokens - ticket.num_cached_tokens,
         sent_bytes=len(ticket.block_ids) * LAYOUT.block_bytes,
+        mac=ticket.mac,
     )
 
 
@@ -124,7 +126,7 @@ def test_commit_happens_once(desk: Desk) -> None:
         desk.receiver.commit(record(ticket))
     with pytest.raises(DuplicateAttempt):
         desk.reserve()
-    desk.receiver.release(ticket.ticket_id, SENDER.epoch)  # late: the sequence keeps its blocks
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch, mac=ticket.mac)  # late: the sequence keeps its blocks
     assert desk.pool.num_used == 2
 
 
@@ -140,6 +142,8 @@ def test_commit_happens_once(desk: Desk) -> None:
         ("sent_bytes", 1),
         ("generations", (7, 7)),
         ("generations", ()),
+        ("checksums", (1, 2)),
+        ("mac", b""),
     ],
 )
 def test_record_that_does_not_fit_is_refused_and_changes_nothing(desk: Desk, field: str, value: object) -> None:
@@ -194,7 +198,7 @@ def test_full_pool_gives_the_matched_prefix_back(desk: Desk) -> None:
 def test_headroom_is_kept_for_sequences_that_run_here() -> None:
     desk = Desk(headroom=3)
     alone = desk.reserve("a", 8 * BLOCK)  # nobody is here who could want to grow
-    desk.receiver.release(alone.ticket_id, SENDER.epoch)
+    desk.receiver.release(alone.ticket_id, SENDER.epoch, mac=alone.mac)
     desk.reserve("b", 3 * BLOCK)
     with pytest.raises(DecodePoolFull, match="3 KV blocks wanted, 2 to give"):
         desk.reserve("c", 3 * BLOCK, first=500)
@@ -229,7 +233,7 @@ def test_lapsed_lease_is_quarantined_until_the_sender_has_stopped(desk: Desk) ->
     with pytest.raises(LeaseExpired):
         desk.receiver.commit(record(ticket))
     assert desk.pool.num_used == 2
-    desk.receiver.release(ticket.ticket_id, SENDER.epoch)
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch, mac=ticket.mac)
     assert desk.pool.num_used == 0
 
 
@@ -257,7 +261,7 @@ def test_heartbeat_of_another_process_start_renews_nothing(desk: Desk) -> None:
     restarted = SenderIdentity(SENDER.worker_id, "s2")
     desk.advance(8)
     assert desk.receiver.heartbeat(restarted, [ticket.ticket_id]) == [ticket.ticket_id]
-    desk.receiver.release(ticket.ticket_id, restarted.epoch)
+    desk.receiver.release(ticket.ticket_id, restarted.epoch, mac=ticket.mac)
     assert desk.receiver.num_reserved_blocks == 2
     desk.advance(1)
     assert desk.receiver.num_reserved_blocks == 0
@@ -309,7 +313,7 @@ def test_aborted_attempt_is_quarantined_and_refused_from_then_on(desk: Desk) -> 
     with pytest.raises(AttemptEnded, match="the client left"):
         desk.reserve()
     assert desk.receiver.heartbeat(SENDER, [ticket.ticket_id]) == [ticket.ticket_id]
-    desk.receiver.release(ticket.ticket_id, SENDER.epoch)
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch, mac=ticket.mac)
     assert desk.pool.num_used == 0
 
 
@@ -337,8 +341,8 @@ def test_second_reservation_of_an_attempt_is_a_duplicate(desk: Desk) -> None:
 
 def test_release_before_commit_frees_at_once_and_tells(desk: Desk) -> None:
     ticket = desk.reserve()
-    desk.receiver.release(ticket.ticket_id, SENDER.epoch, "one token was enough")
-    desk.receiver.release(ticket.ticket_id, SENDER.epoch)
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch, "one token was enough", mac=ticket.mac)
+    desk.receiver.release(ticket.ticket_id, SENDER.epoch, mac=ticket.mac)
     assert desk.pool.num_used == 0
     assert desk.failures == [("a", TicketEnded)]
     with pytest.raises(TicketEnded, match="one token was enough"):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvtransfer.errors import UnknownTicket
-from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.ticket import HandoverRecord, Reservation, SenderIdentity, Ticket
 from model.block_pool import BlockPool
 from protos.errors import ServiceError
@@ -118,7 +119,7 @@ class Interleavings(RuleBasedStateMachine):
         for sender in self.senders:
             if held in sender.held:
                 sender.held.remove(held)
-                self.receiver.release(held.ticket.ticket_id, sender.identity.epoch)
+                self.receiver.release(held.ticket.ticket_id, sender.identity.epoch, mac=held.ticket.mac)
 
     @rule(target=sequences, held=tickets)
     def commit(self, held: Held) -> object:
@@ -134,6 +135,7 @@ class Interleavings(RuleBasedStateMachine):
             first_token_id=1,
             sent_tokens=asked.num_tokens - ticket.num_cached_tokens,
             sent_bytes=len(ticket.block_ids) * LAYOUT.block_bytes,
+            mac=ticket.mac,
         )
         was_committed = asked.attempt_id in self.committed
         try:

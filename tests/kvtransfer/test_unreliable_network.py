@@ -34,6 +34,7 @@ from tests.kvtransfer.unreliable import (
     Memory,
     Network,
     Stream,
+    Sums,
     Transport,
     content,
     parts,
@@ -65,7 +66,8 @@ class Prefill:
         agent = Agent(world.memories, self.memory)
         self.transport: Transport = Transport(world.memories, self.memory, world.loop)
         with mock.patch("kvtransfer.sender.TransferThread", lambda *_, **__: self.transport):
-            self.sender = Sender(agent, self.pool, self.span, self.identity, peer_options=PEER)  # type: ignore[arg-type]
+            sums = Sums(self.memory, self.span)
+            self.sender = Sender(agent, self.pool, self.span, self.identity, sums=sums, peer_options=PEER)  # type: ignore[arg-type]
 
 
 class UnreliableNetwork(RuleBasedStateMachine):
@@ -104,7 +106,7 @@ class UnreliableNetwork(RuleBasedStateMachine):
         return channel
 
     def start_decode(self) -> None:
-        self.decodes.append(Decode(len(self.decodes), NUM_BLOCKS, self.loop, RECEIVER_AHEAD_S))
+        self.decodes.append(Decode(len(self.decodes), NUM_BLOCKS, self.network, self.memories, RECEIVER_AHEAD_S))
 
     def start_prefill(self) -> None:
         self.prefills.append(self.loop.run_until_complete(self._prefill()))
@@ -118,9 +120,10 @@ class UnreliableNetwork(RuleBasedStateMachine):
         prompt=st.sampled_from([0, 1000]),
         num_tokens=st.integers(1, 4 * BLOCK),
         num_layers=st.integers(0, len(LAYERS)),
+        commits=st.booleans(),
         answer=st.sampled_from(["comes"] * 5 + ["late", "never"]),
     )
-    def start(self, prompt: int, num_tokens: int, num_layers: int, answer: str) -> None:
+    def start(self, prompt: int, num_tokens: int, num_layers: int, commits: bool, answer: str) -> None:
         """A prompt is computed, room is asked for where the router says, and some layers are written."""
         self.pass_time(0.5)
         num_blocks = LAYOUT.num_blocks(num_tokens)
@@ -142,7 +145,9 @@ class UnreliableNetwork(RuleBasedStateMachine):
         self.network.held_kinds = held_kinds
         if answer == "never":
             self.network.letters = [one for one in self.network.letters if one.kind != "Reserve answer"]
-        if attempt.is_open:
+        if attempt.is_open and commits:
+            self._commit(attempt, len(LAYERS))
+        elif attempt.is_open:
             self._write(attempt, num_layers)
         self.let_go_of_ended()
 
@@ -168,10 +173,13 @@ class UnreliableNetwork(RuleBasedStateMachine):
     @rule(number=some, num_layers=st.sampled_from([3, 3, 3, 2]))
     def commit(self, number: int, num_layers: int) -> None:
         for attempt in self.chosen([one for one in self.prefill.attempts if one.is_open], number):
-            self._write(attempt, num_layers)
-            attempt.ending = self.loop.create_task(attempt.outgoing.commit(7, attempt.num_tokens))
-            self.loop.settle()
-            self.let_go_of_ended()
+            self._commit(attempt, num_layers)
+
+    def _commit(self, attempt: Attempt, num_layers: int) -> None:
+        self._write(attempt, num_layers)
+        attempt.ending = self.loop.create_task(attempt.outgoing.commit(7, attempt.num_tokens))
+        self.loop.settle()
+        self.let_go_of_ended()
 
     @rule(number=some, who=st.sampled_from(["nobody", "nobody", "prefill", "router"]))
     def give_up(self, number: int, who: str) -> None:
@@ -241,14 +249,14 @@ class UnreliableNetwork(RuleBasedStateMachine):
     def slow_writes(self, are_slow: bool) -> None:
         self.memories.are_slow = are_slow
 
-    @rule(number=some, fails=st.sampled_from([False, False, True]))
-    def end_write(self, number: int, fails: bool) -> None:
+    @rule(number=some, fate=st.sampled_from(["lands", "lands", "lands wrong", "fails"]))
+    def end_write(self, number: int, fate: str) -> None:
         """One that failed may have landed all the same, or may do so yet."""
         for write in self.chosen(self.memories.writes, number):
-            if fails:
+            if fate == "fails":
                 self.memories.fail(write)
             else:
-                self.memories.land(write)
+                self.memories.land(write, wrong=fate == "lands wrong")
             self.loop.settle()
 
     @rule(

@@ -7,15 +7,18 @@ the transfer thread, whose writes land when told; memory, which keeps for each a
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvtransfer.agent import Pieces, Region
-from kvtransfer.errors import LeaseExpired, TransferFailed
+from kvtransfer.errors import CorruptBlocks, LeaseExpired, TransferFailed
 from kvtransfer.geometry import CacheSpan
-from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.integrity import Verification
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.transfer_thread import WriteStream
 from model.kv_layout import KVLayout
 from protos.errors import ServiceError
@@ -27,7 +30,8 @@ LEASE_S = 6.0
 NOTICE_S = 1.0  # the sender may learn so much later than the receiver that a stream has broken
 STRAY_S = 1.0  # a write may land so long after its sender has given it up
 GRACE_S = NOTICE_S + STRAY_S
-KINDS = ("Reserve", "Commit", "Release", "Attach", "Reserve answer", "Commit answer", "Release answer", "Attach answer")
+CALLS = ("Reserve", "Commit", "Release", "Attach")
+KINDS = (*CALLS, *(f"{call} answer" for call in CALLS), "Check")
 PART_BYTES = LAYOUT.layer_block_bytes
 Memory = dict[int, object]  # by address of one layer's part of one block
 
@@ -201,7 +205,12 @@ class Transport:
             if write.local is self._local and not write.is_reported:
                 write.is_reported, write.until = True, self._loop.time() + STRAY_S
 
-    def post(self, stream: WriteStream, what: Callable[[], Sequence[Region] | Pieces]) -> None:
+    def post(
+        self,
+        stream: WriteStream,
+        what: Callable[[], Sequence[Region] | Pieces],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         if not stream.stopped and not self._is_dead:
             try:
                 found = what()
@@ -214,6 +223,7 @@ class Transport:
             self._memories.writes.append(write)
             if not self._memories.are_slow:
                 self._memories.land(write)
+            then()
 
     def drain(self, stream: WriteStream) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
@@ -259,11 +269,11 @@ class Memories:
         self.writes: list[MovingWrite] = []
         self.are_slow = False
 
-    def land(self, write: MovingWrite) -> None:
-        """Copies what is there now, not what was when it was posted."""
+    def land(self, write: MovingWrite, *, wrong: bool = False) -> None:
+        """Copies what is there now, not what was when it was posted; or something wrong, of which nobody is told."""
         self.writes.remove(write)
         for remote_address, local_address in parts(write.regions):
-            self.contents[remote_address] = write.local.get(local_address)
+            self.contents[remote_address] = "wrong" if wrong else write.local.get(local_address)
         if not write.is_reported:
             write.ended(None)
 
@@ -275,6 +285,43 @@ class Memories:
 
     def pass_time(self) -> None:
         self.writes = [write for write in self.writes if self._loop.time() < write.until]
+
+
+class Sums:
+    """Checksums of made-up content, as `model.block_sums` has them of bytes."""
+
+    layers, block_bytes = range(LAYOUT.num_layers), LAYOUT.block_bytes
+
+    def __init__(self, memory: Memory, span: CacheSpan, sums: list[int] | None = None) -> None:
+        self._memory, self._span, self._sums = memory, span, sums or []
+
+    def start(self, num_blocks: int) -> Sums:
+        return Sums(self._memory, self._span, [0] * (2 * num_blocks))
+
+    def add(self, layers: range, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        for layer in layers:
+            for block_id, slot in zip(block_ids, slots, strict=True):
+                found = repr(self._memory.get(self._span.address(layer, block_id)))
+                self._sums[2 * slot] += zlib.crc32(f"{layer} {found}".encode())
+
+    def values(self) -> tuple[int, ...]:
+        return tuple(self._sums)
+
+
+class HeldVerification(Verification):
+    """Checks everything, when the network lets it: in no thread, and as late as any message."""
+
+    def __init__(self, sums: Sums, network: Network) -> None:
+        super().__init__(sums, 1.0)  # type: ignore[arg-type]
+        object.__setattr__(self, "network", network)
+
+    async def check(self, block_ids: Sequence[int], checksums: Sequence[int]) -> None:
+        network: Network = self.network  # type: ignore[attr-defined]
+        may_go_on = asyncio.Event()
+        network.send(Letter("Check", may_go_on.set, may_be_lost=False))
+        await may_go_on.wait()
+        if self.first_difference(block_ids, checksums) is not None:
+            raise CorruptBlocks("a block does not hold what was sent")
 
 
 class Agent:
@@ -309,7 +356,7 @@ class _Region:
 class Decode(DecodeSide):
     """One process start of the decode worker, on a clock that is `offset_s` ahead of the sender's."""
 
-    def __init__(self, number: int, num_blocks: int, loop: VirtualLoop, offset_s: float) -> None:
+    def __init__(self, number: int, num_blocks: int, network: Network, memories: Memories, offset_s: float) -> None:
         self._base = (number + 1) << 32
         cache = _Region(self._base, _Shaped((LAYOUT.num_layers, num_blocks)))
         super().__init__(_Named(f"decode-{number}"), cache, epoch=f"d{number}")  # type: ignore[arg-type]
@@ -323,7 +370,8 @@ class Decode(DecodeSide):
             self.epoch,
             options=ReceiverOptions(lease_s=LEASE_S, quarantine_grace_s=GRACE_S),
             failed=lambda attempt_id, error: self.told.append(attempt_id),
-            clock=lambda: loop.time() + offset_s,
+            clock=lambda: network.loop.time() + offset_s,
+            verification=HeldVerification(Sums(memories.contents, self.span), network),
         )
 
     @property

@@ -13,7 +13,8 @@ from kvtransfer.errors import LayoutMismatch
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from kvtransfer.peer import PeerOptions
-from kvtransfer.receiver import Receiver, ReceiverOptions
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import HandoverTarget, PeerDescription, ReceivedSequence, SenderIdentity
 from kvtransfer.transfer_thread import TransferOptions
@@ -92,11 +93,11 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         return messages.ticket_to_message(ticket)
 
     async def Commit(self, request: Any, context: Any) -> Any:
-        self.committed[request.attempt_id] = self.receiver.commit(messages.record_from_message(request))
+        self.committed[request.attempt_id] = await self.receiver.receive(messages.record_from_message(request))
         return decode_pb2.CommitResponse()
 
     async def Release(self, request: Any, context: Any) -> Any:
-        self.receiver.release(request.ticket_id, request.sender_epoch, request.reason)
+        self.receiver.release(request.ticket_id, request.sender_epoch, request.reason, mac=request.mac)
         return decode_pb2.ReleaseResponse()
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from model.engine import Engine, ScheduledChunk
 from model.kv_layout import KVLayout
@@ -25,6 +26,7 @@ class EchoRunner(NoDrafting):
     kernels = "echo"
     cache_address = 0
     cache_device_id = -1
+    cache_memory = torch.zeros((1, 1, 1))
 
     def __init__(self) -> None:
         self.batches: list[list[Sequence[int]]] = []

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvtransfer.errors import CorruptBlocks
 from protos import workers_pb2
 from protos.client import PdserveClient
 from protos.errors import (
@@ -63,7 +64,9 @@ async def test_both_pools_lose_a_worker_under_many_streams(fleet: FakeFleet, cli
 
 
 @pytest.mark.parametrize("letter, moment", [("p", "prefill.start"), ("d", "decode.start")])
-@pytest.mark.parametrize("error", [Internal("out of memory"), ResourceExhausted("full"), Unavailable("gone")])
+@pytest.mark.parametrize(
+    "error", [Internal("out of memory"), ResourceExhausted("full"), Unavailable("gone"), CorruptBlocks("bits")]
+)
 async def test_a_leg_that_fails_with_words_is_tried_elsewhere(
     fleet: FakeFleet, client: PdserveClient, letter: str, moment: str, error: ServiceError
 ) -> None:
