@@ -14,7 +14,7 @@ from functools import partial
 
 from kvtransfer import metrics
 from kvtransfer.agent import Pieces
-from kvtransfer.errors import IncompleteTransfer, LeaseExpired, TransferFailed
+from kvtransfer.errors import IncompleteTransfer, TransferFailed
 from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.peer import Peer
 from kvtransfer.ticket import HandoverRecord, Reservation, SendStats, Ticket
@@ -137,8 +137,7 @@ class Outgoing:
 
     def _write_failed(self, error: Exception) -> None:
         self.fail(error)
-        if not isinstance(error, LeaseExpired):  # nothing was written then, and the peer may be well
-            self._peer.lose(error)
+        self._peer.lose(error)
 
     def _queue(self, layers: range, first_block: int, local_block_ids: Sequence[int]) -> None:
         if self._stream.stopped:
