@@ -31,7 +31,7 @@ _RETRY_S = 0.05  # if the decode worker names no time
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """Owns the tasks that reserve for its sequences; `close` ends them."""
+    """Owns the tasks that reserve for its sequences and that end them; `close` waits for these."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._wake = wake
         self.scheduler = PrefillScheduler(pool, ask_for_ticket=self._ask_for_ticket)
         self._calls: dict[str, _Call] = {}
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
@@ -71,12 +72,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             yield prefill_pb2.PrefillResponse(first_token=self._first_token(call, token))
             yield prefill_pb2.PrefillResponse(handed_over=await self._hand_over(call, token))
         finally:
-            await self._end(call)
+            await asyncio.shield(self._ending(call))
 
     async def close(self) -> None:
         """Ends every call that is still open; their clients get UNAVAILABLE from the server's own stop."""
         for call in list(self._calls.values()):
-            await self._end(call)
+            self._ending(call)
+        await asyncio.gather(*self._endings)
 
     def _sequence(self, request: prefill_pb2.PrefillRequest) -> Sequence:
         if request.HasField("decode"):
@@ -138,6 +140,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         stats = call.stats(sent)
         metrics.observe(stats)
         return stats
+
+    def _ending(self, call: _Call) -> asyncio.Task[None]:
+        """A task of its own: a call that has failed may be cancelled in the very moment in which it lets go."""
+        ending = asyncio.create_task(self._end(call))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        return ending
 
     async def _end(self, call: _Call) -> None:
         """Lets everything the call holds go; blocks being written stay held by the Outgoing until that ends."""

@@ -247,14 +247,19 @@ class Relay:
 
 async def _not_followed(moving: asyncio.Task[Move], followed: Move | None) -> None:
     """Ends a move that nobody waits for any more. The worker it was made to gives up a sequence that nobody claims."""
+
+    def ended(moving: asyncio.Task[Move]) -> None:
+        """Called whether or not we are cancelled meanwhile."""
+        if moving.cancelled():
+            return
+        if (error := moving.exception()) is not None:
+            logger.error("a request could not be moved", exc_info=error)
+        elif followed is None:
+            moving.result().dispatch.end()
+
+    moving.add_done_callback(ended)
     moving.cancel()
     await asyncio.wait([moving])
-    if moving.cancelled():
-        return
-    if (error := moving.exception()) is not None:
-        logger.error("a request could not be moved", exc_info=error)
-    elif followed is None:
-        moving.result().dispatch.end()
 
 
 def _summary(progress: Progress, last: pb.GenerateResponse, attempt: Attempt) -> pb.GenerateResponse:

@@ -256,6 +256,27 @@ async def test_client_that_leaves_in_the_middle_of_prefill() -> None:
         await eventually(lambda: both.num_used == (0, 0))
 
 
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_call_that_is_cancelled_while_it_lets_go(num_turns: int) -> None:
+    """A failure and the client's leaving may come together: the second must not keep the first from its end."""
+    async with pair() as workers:
+        workers.prefill.runner.hold(after_steps=1)
+        request = prefill_request("a", prompt_of(6 * BLOCK), workers.decode.target)
+
+        async def answers() -> None:
+            async for _ in workers.prefill.prefill.Prefill(request, None):  # type: ignore[arg-type]
+                pass
+
+        call = asyncio.create_task(answers())
+        await eventually(lambda: workers.prefill.runner.is_waiting and workers.decode.pool.num_used > 0)
+        call.cancel()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        workers.prefill.runner.go_on()
+        await asyncio.wait([call])
+
+
 async def test_client_that_leaves_while_the_last_writes_move() -> None:
     async with pair() as both:
         both.prefill.hold_writes()
