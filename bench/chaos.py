@@ -61,7 +61,7 @@ async def run(arguments: argparse.Namespace, folder: Path, console: Console) -> 
     )
     async with LocalCluster(config) as cluster:
         load = Load(cluster.router_address, asked, rng, arguments.at_once)
-        storm = Storm(cluster, random.Random(arguments.seed + 1), with_silent_faults=arguments.silent_faults)
+        storm = Storm(cluster, random.Random(arguments.seed + 1))
         started = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             telling = tasks.create_task(_tell(load.tally, cluster, storm, console))
@@ -159,7 +159,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="of disturbances")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and disturbances; not of what falls together")
     parser.add_argument("--at-once", type=int, default=6, help="requests")
-    parser.add_argument("--silent-faults", action="store_true", help="also bytes that are damaged or do not arrive")
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="of all processes")
     arguments = parser.parse_args()
     console = Console(stderr=True)
