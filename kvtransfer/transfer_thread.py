@@ -29,13 +29,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """`stall_s`: a write that moves for longer has failed; a stopped peer would keep it moving for ever.
+    """`stall_s`: a write has failed that moves for longer while no other to its peer ends: a stopped peer would keep
+    it moving for ever, and on a slow link many take their turns. `most_s` bounds it in any case.
 
     A peer that `max_moving_bytes` are on their way to gets nothing more until some of them have arrived: what is posted
     cannot be taken back, nor overtaken.
     """
 
     stall_s: float = 10.0
+    most_s: float = 60.0
     poll_s: float = 0.0002
     max_queued_writes: int = 4096
     max_moving_bytes: int = 256 << 20
@@ -62,7 +64,7 @@ class WriteStream:
 class _Posted:
     write: Write
     stream: WriteStream
-    deadline: float
+    posted_at: float
 
 
 class TransferThread:
@@ -74,6 +76,7 @@ class TransferThread:
         self._loop = asyncio.get_running_loop()
         self._queue = WriteQueue[WriteStream](self._options.max_queued_writes)
         self._moving: list[_Posted] = []
+        self._done_at: dict[str, float] = {}  # by peer: when a write to it last ended well
         self._moving_bytes: Counter[str] = Counter()  # by peer
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
@@ -150,7 +153,7 @@ class TransferThread:
         metrics.DESCRIPTORS.inc(len(what))
         stream.num_moving += 1
         self._count_moving(stream, write.num_bytes)
-        self._moving.append(_Posted(write, stream, time.monotonic() + self._options.stall_s))
+        self._moving.append(_Posted(write, stream, time.monotonic()))
         try:
             then()
         except Exception as error:  # likewise
@@ -161,16 +164,19 @@ class TransferThread:
         if self._moving:
             now = time.monotonic()
             self._moving = [posted for posted in self._moving if not self._has_ended(posted, now)]
+            if not self._moving:
+                self._done_at.clear()
 
     def _has_ended(self, posted: _Posted, now: float) -> bool:
         stream, state = posted.stream, _poll_safely(posted.write)
         if state is WriteState.MOVING:
-            if now > posted.deadline:  # it still counts as moving: only the peer's disconnection ends it
+            if self._has_stalled(posted, now):  # it still counts as moving: only the peer's disconnection ends it
                 self._fail(
                     stream, TransferFailed(f"a write to {stream.peer_name} stalled for {self._options.stall_s} s")
                 )
             return False
         if state is WriteState.DONE:
+            self._done_at[stream.peer_name] = now
             stream.sent_bytes += posted.write.num_bytes
             metrics.SENT_BYTES.inc(posted.write.num_bytes)
         else:
@@ -188,6 +194,10 @@ class TransferThread:
         if not self._moving_bytes[stream.peer_name]:
             del self._moving_bytes[stream.peer_name]  # peers come and go
         metrics.MOVING_BYTES.inc(num_bytes)
+
+    def _has_stalled(self, posted: _Posted, now: float) -> bool:
+        moved_at = max(posted.posted_at, self._done_at.get(posted.stream.peer_name, posted.posted_at))
+        return now - moved_at > self._options.stall_s or now - posted.posted_at > self._options.most_s
 
     def _drain(self, stream: WriteStream, drained: asyncio.Future[None]) -> None:
         stream.waiting.append(drained)

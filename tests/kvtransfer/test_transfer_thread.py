@@ -10,17 +10,31 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.agent import Region
+from kvtransfer.agent import Region, WriteState
 from kvtransfer.errors import TransferFailed
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from kvtransfer.transfer_thread import TransferOptions, TransferThread, WriteStream
 from tests.kvtransfer.cache import Cache
 
+STALL_S = 0.4
+
+
+class Turns:
+    """Stands for a write on a slow link, which carries one after the other."""
+
+    num_bytes = 10
+
+    def __init__(self) -> None:
+        self.state = WriteState.MOVING
+
+    def poll(self) -> WriteState:
+        return self.state
+
 
 class Rig:
     """A thread over an agent that is connected to one peer, and a stream to it."""
 
-    def __init__(self, **agent_options: Any) -> None:
+    def __init__(self, most_s: float = 60.0, **agent_options: Any) -> None:
         network, here, there = LoopbackNetwork(), Cache(), Cache(fill=0)
         self.there = there
         self.agent = LoopbackAgent(network, "a", here.address, here.num_bytes, **agent_options)
@@ -30,13 +44,13 @@ class Rig:
         self.errors: list[Exception] = []
         self.stream = WriteStream("b", self.errors.append)
         self.thread = TransferThread(
-            self.agent, options=TransferOptions(stall_s=0.1, max_queued_writes=2, max_moving_bytes=100)
+            self.agent, options=TransferOptions(STALL_S, most_s=most_s, max_queued_writes=2, max_moving_bytes=100)
         )
 
 
 @asynccontextmanager
-async def rig(**agent_options: Any) -> AsyncIterator[Rig]:
-    rig = Rig(**agent_options)
+async def rig(most_s: float = 60.0, **agent_options: Any) -> AsyncIterator[Rig]:
+    rig = Rig(most_s, **agent_options)
     yield rig
     await rig.thread.close()
 
@@ -116,3 +130,41 @@ async def test_peer_that_takes_nothing_gets_no_more_than_may_move() -> None:
         now = 2.0
         await draining
         assert it.stream.sent_bytes == 256
+
+
+@pytest.mark.parametrize(("most_s", "num_ended_well"), [(60.0, 5), (0.7, 3)])
+async def test_write_that_waits_its_turn_has_not_stalled(most_s: float, num_ended_well: int) -> None:
+    """Five writes, of which one ends each 200 ms, where one alone may take 400. In all there is a bound, too."""
+    async with rig(most_s) as it:
+        writes = [Turns() for _ in range(5)]
+        posted = iter(writes)
+        it.agent.write = lambda *_: next(posted)  # type: ignore[method-assign, assignment]
+        streams = [WriteStream("b", it.errors.append) for _ in writes]
+        for stream in streams:
+            await asyncio.to_thread(it.thread.post, stream, lambda: it.regions)
+        for write, stream in zip(writes, streams, strict=True):
+            await asyncio.sleep(0.5 * STALL_S)
+            if stream.stopped:
+                break
+            write.state = WriteState.DONE
+            await it.thread.drain(stream)
+        assert sum(stream.sent_bytes for stream in streams) == 10 * num_ended_well
+        assert [str(error) for error in it.errors] == ["a write to b stalled for 0.4 s"] * (5 - num_ended_well)
+        for write in writes:
+            write.state = WriteState.FAILED
+
+
+async def test_last_write_that_moves_stalls_after_the_others_have_ended() -> None:
+    async with rig() as it:
+        writes = [Turns(), Turns()]
+        posted = iter(writes)
+        it.agent.write = lambda *_: next(posted)  # type: ignore[method-assign, assignment]
+        for _ in writes:
+            await asyncio.to_thread(it.thread.post, it.stream, lambda: it.regions)
+        await asyncio.sleep(0.5 * STALL_S)
+        writes[0].state = WriteState.DONE
+        await asyncio.sleep(0.75 * STALL_S)
+        assert it.errors == []
+        await asyncio.sleep(0.5 * STALL_S)
+        assert [str(error) for error in it.errors] == ["a write to b stalled for 0.4 s"]
+        writes[1].state = WriteState.FAILED
