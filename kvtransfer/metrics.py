@@ -15,6 +15,7 @@ WRITES = Counter("pdserve_kvtransfer_writes", "Writes posted to the transport.")
 DESCRIPTORS = Counter("pdserve_kvtransfer_descriptors", "Pieces in the writes posted: a layer of a block each.")
 MOVING_BYTES = Gauge("pdserve_kvtransfer_moving_bytes", "KV bytes of writes that were posted and have not ended.")
 FAILED_WRITES = Counter("pdserve_kvtransfer_failed_writes", "Writes that failed or stalled.")
+HANDOVERS = Counter("pdserve_kvtransfer_handovers", "Sequences sent to other workers, by how that ended.", ["outcome"])
 EXPOSED_SECONDS = Histogram(
     "pdserve_kvtransfer_exposed_seconds", "From the end of prefill to the record accepted.", buckets=_SECONDS
 )
@@ -23,6 +24,7 @@ TICKETS = Counter(
     "Tickets granted or refused here, and how the granted ones ended.",
     ["outcome"],
 )
+LEASES_RENEWED = Counter("pdserve_kvtransfer_leases_renewed", "Times that a heartbeat renewed the lease of a ticket.")
 LEASES_EXPIRED = Counter("pdserve_kvtransfer_leases_expired", "Leases that were not renewed in time.")
 OLDEST_QUARANTINE = Gauge("pdserve_kvtransfer_oldest_quarantine_seconds", "Age of the oldest quarantine.")
 IGNORED = Counter("pdserve_kvtransfer_ignored_messages", "Late, repeated or unknown messages.", ["message"])

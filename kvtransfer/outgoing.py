@@ -21,6 +21,7 @@ from kvtransfer.ticket import HandoverRecord, Reservation, SendStats, Ticket
 from kvtransfer.transfer_thread import TransferThread, WriteStream
 from model.block_pool import BlockPool
 from model.block_sums import RunningSums
+from protos.errors import ServiceError
 
 
 class State(enum.Enum):
@@ -114,18 +115,19 @@ class Outgoing:
             self._check_complete(num_tokens)
             await self._peer.commit(self._record(first_token_id, drafting))
         except BaseException as error:  # also if the caller is cancelled: what was posted still needs its owner
-            self._start_ending(f"the commit failed: {error!r}")
+            self._start_ending(f"the commit failed: {error!r}", error)
             raise
         if self._state is State.COMMITTING:  # or it was aborted while the record was under way, and ends by itself
             self._peer.remove(self._ticket.ticket_id)
             self._error = None  # a heartbeat may have crossed the commit
+            metrics.HANDOVERS.labels("ok").inc()
             self._finish()
         metrics.EXPOSED_SECONDS.observe(time.perf_counter() - started)
         return SendStats(num_tokens - self.num_cached_tokens, self._stream.sent_bytes)
 
     async def abort(self, reason: str) -> None:
         """Stops posting, waits until what was posted has ended, and gives the ticket back. No-op once it has ended."""
-        self._start_ending(reason)
+        self._start_ending(reason, self._error)
         if self._ending is not None:
             await asyncio.shield(self._ending)
 
@@ -216,8 +218,10 @@ class Outgoing:
         self._state = state
         return True
 
-    def _start_ending(self, reason: str) -> None:
+    def _start_ending(self, reason: str, error: BaseException | None) -> None:
         if self._become(State.ENDING):
+            outcome = error.reason.lower() if isinstance(error, ServiceError) else "aborted"
+            metrics.HANDOVERS.labels(outcome).inc()
             self._stream.stopped = True
             self._ending = asyncio.create_task(self._end(reason))
             self._own(self._ending)

@@ -112,6 +112,12 @@ class Lease:
         """Blocks that the sender writes."""
         return len(self.ticket.block_ids)
 
+    @property
+    def filled_blocks(self) -> list[tuple[int, bytes]]:
+        """Those of them that become full, with their hashes."""
+        hashes, num_cached = self.reservation.block_hashes, len(self.block_ids) - self.num_received_blocks
+        return list(zip(self.block_ids[num_cached : len(hashes)], hashes[num_cached:], strict=True))
+
     def due(self, now: float) -> Event | None:
         """What the clock has brought about."""
         if self.state is State.LIVE and now >= self.expires_at:

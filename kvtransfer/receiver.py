@@ -209,7 +209,7 @@ class Receiver:
             if Effect.STOP in self._step(Event.NAMED, self._of_sender(ticket_id, sender.epoch))
         ]
         for lease in self._all_of_sender(sender.epoch):
-            if lease.ticket.ticket_id not in named and lease.is_forgotten_by(heard_at):
+            if lease.ticket.ticket_id not in named and lease.is_forgotten_by(min(heard_at, self._clock())):
                 self._step(Event.FORGOTTEN, lease)
         return ended
 
@@ -261,8 +261,7 @@ class Receiver:
         error = None
         if event is Event.LAPSE:
             metrics.LEASES_EXPIRED.inc()
-            ticket = lease.ticket
-            error = LeaseExpired(f"the lease of ticket {ticket.ticket_id} was not renewed in {ticket.lease_s} s")
+            error = LeaseExpired(f"ticket {lease.ticket.ticket_id} was not renewed in {lease.ticket.lease_s} s")
         self._step(event, lease, error)
         return self._leases.find(lease.ticket.ticket_id)
 
@@ -280,20 +279,17 @@ class Receiver:
             if lease is not None and effect is Effect.FREE:
                 self._pool.release(lease.block_ids)
             elif lease is not None and effect is Effect.HAND_OVER:
-                self._publish(lease)
+                for block_id, block_hash in lease.filled_blocks:
+                    self._pool.publish(block_id, block_hash)
+                metrics.RECEIVED_BYTES.inc(lease.num_received_blocks * self._layout.block_bytes)
                 self._ended.add(attempt_id, DuplicateAttempt(f"attempt {attempt_id!r} was committed before"))
             elif error is not None and effect is Effect.END:
                 logger.info("attempt %s: %s", attempt_id, error)
                 self._ended.add(attempt_id, error)
             elif error is not None and effect is Effect.TELL and self._failed is not None:
                 self._failed(attempt_id, error)
+            elif effect is Effect.RENEW:
+                metrics.LEASES_RENEWED.inc()
             elif effect is Effect.IGNORE:
                 metrics.IGNORED.labels(_IGNORED[event]).inc()
         return effects
-
-    def _publish(self, lease: Lease) -> None:
-        """Makes the full blocks that were written findable."""
-        hashes, num_cached = lease.reservation.block_hashes, len(lease.block_ids) - lease.num_received_blocks
-        for block_id, block_hash in zip(lease.block_ids[num_cached : len(hashes)], hashes[num_cached:], strict=True):
-            self._pool.publish(block_id, block_hash)
-        metrics.RECEIVED_BYTES.inc(lease.num_received_blocks * self._layout.block_bytes)
