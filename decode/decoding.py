@@ -14,13 +14,13 @@ class Halt:
     """Where a sequence is to stop decoding here, so that it can be handed over. Made on a running event loop.
 
     `at`: the number of its tokens that will have KV here by then, known from its next step on; until then it decodes.
-    `reached`: it stands still there. Both raise what `fail` was given if the sequence ends before.
+    `reached`: the instant from which it stands still there. Both raise what `fail` was given if it ends before.
     """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.at: asyncio.Future[int] = loop.create_future()
-        self.reached: asyncio.Future[None] = loop.create_future()
+        self.reached: asyncio.Future[float] = loop.create_future()
 
     def fail(self, error: Exception) -> None:
         for future in (self.at, self.reached):
@@ -60,4 +60,9 @@ class DecodeSequence:
     @property
     def has_reached_halt(self) -> bool:
         halt = self.halt
-        return halt is not None and halt.at.done() and halt.at.result() == self.sequence.num_computed_tokens
+        return (
+            halt is not None
+            and halt.at.done()
+            and halt.at.exception() is None
+            and halt.at.result() == self.sequence.num_computed_tokens
+        )

@@ -24,7 +24,7 @@ from protos.errors import FailedPrecondition, ServiceError
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2  # more would share the link, and each stand still for longer
-_RESERVE_TIMEOUT_S = 2.0
+_RESERVE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Departures:
         cancelled.
         """
         async with self._slots:
+            await self._sender.connect(target)  # before it has to stand still
             halt = self._scheduler.halt(decoding)
             try:
                 departure = await self._hand_over(decoding, halt, target, attempt_id, request_id)
             except BaseException as error:
-                self._scheduler.go_on(decoding)
-                self._wake()
+                self._stay(decoding, halt)
                 metrics.DEPARTURES.labels(error.reason.lower() if isinstance(error, ServiceError) else "failed").inc()
                 raise
         self._scheduler.handed_over(decoding)
@@ -73,7 +73,8 @@ class Departures:
     async def _hand_over(
         self, decoding: DecodeSequence, halt: Halt, target: HandoverTarget, attempt_id: str, request_id: str
     ) -> Departure:
-        sequence, num_tokens = decoding.sequence, await halt.at
+        # Shielded: the scheduler fulfils these futures, and must not find them cancelled.
+        sequence, num_tokens = decoding.sequence, await asyncio.shield(halt.at)
         outgoing = await self._sender.reserve(
             target,
             attempt_id=attempt_id,
@@ -85,17 +86,22 @@ class Departures:
         try:
             num_full = sequence.num_computed_tokens // sequence.block_size
             await _write(outgoing, 0, sequence.block_ids[:num_full])
-            await halt.reached
-            stopped_at = time.monotonic()
-            await _write(outgoing, num_full, sequence.block_ids[num_full : num_tokens // sequence.block_size + 1])
+            stopped_at = await asyncio.shield(halt.reached)
+            await _write(outgoing, num_full, sequence.block_ids[num_full : -(-num_tokens // sequence.block_size)])
             drafting = await asyncio.to_thread(self._states.export_drafting, sequence.drafting)
             if decoding.ended_at is not None:
                 raise FailedPrecondition("the stream ended before it was handed over", field="attempt_id")
             sent = await outgoing.commit(sequence.token_ids[num_tokens], num_tokens, drafting)
         except BaseException:
+            self._stay(decoding, halt)  # at once: what was posted may take long to end, and has blocks of its own
             await outgoing.abort("the sequence stays where it was")
             raise
         return Departure(num_tokens, sent, time.monotonic() - stopped_at)
+
+    def _stay(self, decoding: DecodeSequence, halt: Halt) -> None:
+        if decoding.halt is halt:  # and not yet that of another try
+            self._scheduler.go_on(decoding)
+            self._wake()
 
 
 async def _write(outgoing: Outgoing, first_block: int, block_ids: Sequence[int]) -> None:

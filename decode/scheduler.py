@@ -19,7 +19,7 @@ from decode.draft_planner import DraftPlanner, NoDrafts
 from model.block_pool import BlockPool, NoFreeBlocks
 from model.engine import ScheduledChunk
 from model.runner import NonFiniteLogits, Outcome, SampledToken, StepOutput, VerifiedDraft
-from protos.errors import FailedPrecondition
+from protos.errors import FailedPrecondition, ResourceExhausted
 
 
 class DecodeScheduler:
@@ -63,7 +63,7 @@ class DecodeScheduler:
     def num_wanted_blocks(self) -> int:
         """Blocks that sequences here are about to need: whoever reserves for others must leave these free."""
         waiting = sum(d.sequence.num_blocks_for(d.sequence.num_tokens + 1) for d in self._waiting if not d.holds_blocks)
-        return waiting + len(self._running)
+        return waiting + self.num_running
 
     def add(self, decoding: DecodeSequence) -> None:
         self._waiting.append(decoding)
@@ -76,10 +76,12 @@ class DecodeScheduler:
     def halt(self, decoding: DecodeSequence) -> Halt:
         """Lets a sequence decode on to where its last block is all but full, and stop there.
 
-        Raises FailedPrecondition: it has ended, or is being halted already.
+        Raises FailedPrecondition: it has ended, or is being halted already. ResourceExhausted: it does not decode yet.
         """
         if decoding.ended_at is not None or decoding.halt is not None:
             raise FailedPrecondition("the sequence has ended, or is being handed over already", field="attempt_id")
+        if decoding not in self._running or decoding.sequence.num_uncomputed_tokens > 1:
+            raise ResourceExhausted("the sequence waits here for its KV, or for room", field="attempt_id")
         decoding.halt = Halt()
         return decoding.halt
 
@@ -193,7 +195,7 @@ class DecodeScheduler:
                 decoding.sequence.grow(self._pool, decoding.sequence.num_tokens)
                 return True
             except NoFreeBlocks:
-                if sum(each.sequence.trim(self._pool) for each in self._running):
+                if sum(each.sequence.trim(self._pool) for each in (*self._running, *self._halted)):
                     continue  # nobody is preempted for what others guessed in vain
                 victim = self._newest_holder()
                 self._preempt(victim)
@@ -238,7 +240,7 @@ class DecodeScheduler:
             self._running.remove(decoding)
             self._halted.add(decoding)
             assert decoding.halt is not None
-            decoding.halt.reached.set_result(None)
+            decoding.halt.reached.set_result(time.monotonic())
 
     def _emit(self, decoding: DecodeSequence, tokens: Items[SampledToken]) -> int:
         """Up to the one that ends the sequence. Returns how many."""
@@ -275,5 +277,8 @@ def _fix_halt(decoding: DecodeSequence) -> None:
     """Before the block that its last token is in is full: hashes of full blocks are known from here on."""
     if decoding.halt is not None and not decoding.halt.at.done():
         sequence = decoding.sequence
-        num_full = sequence.num_tokens // sequence.block_size
-        decoding.halt.at.set_result((num_full + 1) * sequence.block_size - 1)
+        at = (sequence.num_tokens // sequence.block_size + 1) * sequence.block_size - 1
+        if at > sequence.num_prompt_tokens + sequence.sampling.max_tokens - 2:
+            decoding.halt.fail(FailedPrecondition("the sequence ends before it could leave", field="attempt_id"))
+        else:
+            decoding.halt.at.set_result(at)

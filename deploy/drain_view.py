@@ -47,11 +47,11 @@ async def undo_drain(router_address: str, worker_id: str, out: Console) -> None:
 
 
 async def _num_requests(client: PdserveClient, worker_id: str) -> int:
-    """Raises NotFound: it has left meanwhile."""
+    """As many as the router has there, or as it says itself. Raises NotFound: it has left meanwhile."""
     status = await client.get_status(deadline_s=_DEADLINE_S)
     for worker in status.workers:
         if worker.worker_id == worker_id and worker.state != "lost":
-            return worker.num_requests
+            return max(worker.num_requests, worker.num_running + worker.num_waiting)
     raise NotFound(f"worker {worker_id!r} has left", field="worker_id")
 
 

@@ -8,9 +8,10 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from decode.service import DecodeService
 from deploy import worker_metrics
@@ -131,7 +132,7 @@ class Worker:
             reporter = Reporter(self._config.router_address, self._hello(metrics_address), self._load)
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._engine.run()),
+                    tasks.create_task(_without_end(self._engine.run(), "the engine")),
                     tasks.create_task(self._decode.receiver.run()),
                     tasks.create_task(reporter.run()),
                 ]
@@ -217,3 +218,14 @@ class Worker:
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
             decode_step_s=self._meter.decode_step_s,
         )
+
+
+async def _without_end(work: Coroutine[Any, Any, None], name: str) -> None:
+    """A CancelledError that comes from within must not end it unnoticed: a TaskGroup would take it for one of ours."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"{name} was cancelled from within") from None

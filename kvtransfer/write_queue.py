@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -17,25 +17,25 @@ Job = Callable[[], None]
 
 
 class WriteQueue(Generic[Stream]):
-    """Any thread puts, one takes. `max_writes` bounds those of all streams together."""
+    """Any thread puts, one takes. `max_writes` bounds those of each stream: one that is full keeps nobody else back."""
 
     def __init__(self, max_writes: int) -> None:
         self._max_writes = max_writes
-        self._num_writes = 0
+        self._num_writes: Counter[Stream] = Counter()
         self._changed = threading.Condition()
         self._calls: deque[Job] = deque()
         self._awaited: OrderedDict[Stream, deque[tuple[Job, bool]]] = OrderedDict()  # whose turn it is comes first
         self._others: OrderedDict[Stream, deque[tuple[Job, bool]]] = OrderedDict()
 
     def __len__(self) -> int:
-        return self._num_writes
+        return self._num_writes.total()
 
     def put(self, stream: Stream, write: Job, timeout_s: float) -> bool:
-        """Behind the other writes of its stream. Waits while the queue is full; False if it stays so."""
+        """Behind the other writes of its stream. Waits while there are too many of them; False if it stays so."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._num_writes < self._max_writes, timeout_s):
+            if not self._changed.wait_for(lambda: self._num_writes[stream] < self._max_writes, timeout_s):
                 return False
-            self._num_writes += 1
+            self._num_writes[stream] += 1
             self._put(stream, write, is_write=True)
             return True
 
@@ -82,7 +82,9 @@ class WriteQueue(Generic[Stream]):
                     else:
                         del streams[stream]
                     if is_write:
-                        self._num_writes -= 1
+                        self._num_writes[stream] -= 1
+                        if not self._num_writes[stream]:
+                            del self._num_writes[stream]
                         self._changed.notify_all()  # there is room
                     return job
         return None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from model.kv_layout import KVLayout
 from model.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LayerDone = Callable[[int], None]
 """Called on the compute thread once a layer's keys and values of the whole batch are in the cache."""

@@ -12,15 +12,16 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from model.kv_layout import DTYPE_BYTES, KVLayout
 from model.runner import Chunk, LayerDone, Logprobs, NoDrafting, SampledToken, StepOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Words: TypeAlias = NDArray[np.uint64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -115,6 +116,8 @@ class TimedRunner(NoDrafting):
 
     @property
     def cache_memory(self) -> Tensor:
+        import torch  # whoever wants a tensor has it
+
         return torch.from_numpy(self._cache.view(np.int32))
 
     @property

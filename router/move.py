@@ -13,13 +13,14 @@ from protos import inference_pb2 as pb
 from protos.errors import ServiceError
 from router import metrics
 from router.attempt import Attempt
-from router.placement import Candidate, Demand, Placement, place_moved
+from router.placement import Candidate, Demand, Placement, WorkerId, place_moved
 from router.workers import Dispatch, WorkerTable
 
 logger = logging.getLogger(__name__)
 
+_SPREAD_S = 0.2
 _RETRY_S = 0.1  # doubled with each failure
-_MAX_RETRY_S = 1.0
+_MAX_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +41,38 @@ async def moved(
     While nobody has room, or a hand-over fails, the sequence stays where it is and is tried again. `demand` is asked
     each time. Cancelled, no load stays counted.
     """
-    retry_s = _RETRY_S
+    retry_s, failed = _RETRY_S, set[WorkerId]()
     while True:
-        await dispatch.leaving.wait()
-        move = await _try_to_move(attempt, demand(), table, rng) if dispatch.is_prefilled else None
+        if not dispatch.leaving.is_set():
+            retry_s = _RETRY_S
+            await dispatch.leaving.wait()
+            await asyncio.sleep(_SPREAD_S * rng.random())  # all that runs there is told at once
+        move = await _try_to_move(attempt, demand(), failed, table, rng) if dispatch.is_prefilled else None
         if move is not None:
             return move
         await asyncio.sleep(retry_s * rng.uniform(0.5, 1))
         retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
 
-async def _try_to_move(attempt: Attempt, demand: Demand, table: WorkerTable, rng: random.Random) -> Move | None:
+async def _try_to_move(
+    attempt: Attempt, demand: Demand, failed: set[WorkerId], table: WorkerTable, rng: random.Random
+) -> Move | None:
+    """Where it fails, its target is one of `failed` from then on, until there is no other."""
     source = attempt.placement.decode
-    target = None if source is None else place_moved(table.snapshot(), demand, source.id, rng)
+    target = None if source is None else place_moved(table.snapshot(), demand, source.id, failed, rng)
     if target is None:
         return None
+    if target.id in failed:
+        failed.clear()
     attempt_id = secrets.token_hex(8)
-    dispatch = table.dispatch(Placement(None, target), demand.num_tokens, demand.num_blocks)
+    dispatch = table.dispatch(Placement(None, target), 0, demand.num_blocks)  # there is nothing to prefill
     try:
         stats = await attempt.hand_over(target, attempt_id)
     except BaseException as error:
         dispatch.end()
         if not isinstance(error, ServiceError):
             raise
+        failed.add(target.id)
         metrics.MOVES.labels(error.reason.lower()).inc()
         logger.info("request %s stays where it is for now: %s", attempt.request.request_id, error)
         return None

@@ -105,8 +105,13 @@ def place(workers: Sequence[Candidate], demand: Demand, avoid: Collection[Worker
     return Placement(first, _roomiest(pairs[first.id], demand.num_blocks, rng))
 
 
-def place_moved(workers: Sequence[Candidate], demand: Demand, source: WorkerId, rng: random.Random) -> Candidate | None:
-    """Where a sequence that decodes on `source` could go on now; None if nowhere is room for it."""
+def place_moved(
+    workers: Sequence[Candidate], demand: Demand, source: WorkerId, avoid: Collection[WorkerId], rng: random.Random
+) -> Candidate | None:
+    """Where a sequence that decodes on `source` could go on now; None if nowhere is room for it.
+
+    Workers to `avoid` are taken only if there is no other with room.
+    """
     fingerprints = {worker.fingerprint for worker in workers if worker.id == source}
     others = [worker for worker in workers if worker.id != source and worker.fingerprint in fingerprints]
     roomy = [
@@ -114,6 +119,7 @@ def place_moved(workers: Sequence[Candidate], demand: Demand, source: WorkerId, 
         for worker in _fitting(others, Role.DECODE, demand, ())
         if demand.fits(worker) and worker.num_free_blocks >= demand.num_blocks
     ]
+    roomy = [worker for worker in roomy if worker.id not in avoid] or roomy
     return _roomiest(roomy, demand.num_blocks, rng) if roomy else None
 
 

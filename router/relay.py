@@ -106,16 +106,20 @@ class Relay:
     ) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
         progress, attempt = Progress(request, clock, deadline_at), None
-        while progress.last is None:
-            attempt = await self._next_attempt(progress, attempt)
-            try:
-                async with aclosing(self._run(attempt, progress)) as messages:
-                    async for raw in messages:
-                        yield raw
-            except AttemptFailed as failure:
-                progress.read_back()
-                if progress.last is None:
-                    await self._prepare_next(progress, attempt, failure)
+        try:
+            while progress.last is None:
+                attempt = await self._next_attempt(progress, attempt)
+                try:
+                    async with aclosing(self._run(attempt, progress)) as messages:
+                        async for raw in messages:
+                            yield raw
+                except AttemptFailed as failure:
+                    progress.read_back()
+                    if progress.last is None:
+                        await self._prepare_next(progress, attempt, failure)
+        finally:
+            if progress.move is not None:  # made, and never followed
+                progress.move.dispatch.end()
         assert attempt is not None
         summary = _summary(progress, progress.last, attempt)
         metrics.observe(summary)
@@ -136,11 +140,7 @@ class Relay:
         )
 
     def _moved_attempt(self, progress: Progress, move: Move, before: Attempt) -> Attempt:
-        try:
-            progress.read_back()
-        except Internal:
-            move.dispatch.end()
-            raise
+        progress.read_back()
         progress.num_moves += 1
         progress.done_before = joined(progress.done_before, move.stats)
         return Attempt(
@@ -194,7 +194,8 @@ class Relay:
                     yield raw
             progress.clock.last_token()
             if not progress.is_complete():
-                await asyncio.wait([moving], timeout=_MOVE_S)  # the worker tells its end and its success apart
+                if dispatch.leaving.is_set():
+                    await asyncio.wait([moving], timeout=_MOVE_S)  # the worker tells its end and its success apart
                 progress.move = moving.result() if moving.done() else None
                 if progress.move is None:
                     raise ended_early(attempt.placement.workers[-1])
@@ -224,7 +225,8 @@ class Relay:
             self._table.unreachable(failure.worker_id)
             progress.avoid.add(failure.worker_id)
         else:  # either side may be why
-            progress.avoid |= {worker.id for worker in attempt.placement.workers}
+            involved = attempt.placement.workers[-1:] if attempt.arrives else attempt.placement.workers
+            progress.avoid |= {worker.id for worker in involved}
         num_failures = progress.num_retries + progress.num_resumes + 1
         if num_failures >= self._policy.max_attempts:
             raise AttemptsExhausted(f"{num_failures} attempts failed; the last one: {error}")

@@ -115,17 +115,21 @@ class WorkerTable:
             )
         self._workers = {name: other for name, other in self._workers.items() if not self._is_forgotten(other)}
         worker = Worker(profile, role, load, self._clock(), is_drained=is_drained)
+        if known is not None and same_process:
+            _pass_on(known.dispatches, known, worker)
         self._workers[profile.id.name] = worker
+        self._tell_dispatches(worker)
         self._notify()
         return worker
 
     def report(self, worker: Worker, load: WorkerLoad) -> None:
         if worker.load.state is WorkerState.LOST:
             return  # replaced meanwhile
-        was_ready = self._is_ready(worker)
+        was_ready, was_leaving = self._is_ready(worker), _is_leaving(worker)
         worker.load, worker.reported_at, worker.is_reachable = load, self._clock(), True
-        if self._is_ready(worker) != was_ready:
+        if _is_leaving(worker) != was_leaving:
             self._tell_dispatches(worker)
+        if self._is_ready(worker) != was_ready:
             self._notify()
 
     def lost(self, worker: Worker) -> None:
@@ -275,6 +279,14 @@ class WorkerTable:
             num_free_blocks=load.num_free_blocks - sum(each.num_blocks for each in coming if each.decode is worker),
             max_context_tokens=worker.profile.max_context_tokens,
         )
+
+
+def _pass_on(dispatches: set[Dispatch], before: Worker, after: Worker) -> None:
+    """It is the same process that has registered anew: what runs there still does."""
+    after.dispatches, before.dispatches = dispatches, set()
+    for dispatch in dispatches:
+        dispatch.prefill = after if dispatch.prefill is before else dispatch.prefill
+        dispatch.decode = after if dispatch.decode is before else dispatch.decode
 
 
 def _is_leaving(worker: Worker) -> bool:

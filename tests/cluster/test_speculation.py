@@ -303,29 +303,6 @@ async def test_worker_with_another_drafter_is_refused(drafting: Drafting, tiny_m
                 await describe(decode_pb2.DescribeRequest(layout=plain))
 
 
-async def test_killed_decode_worker_takes_no_answer_with_it(drafting: Drafting, tiny_moe: TinyModel) -> None:
-    """Last: the worker does not come back. Until the answer has begun there is no other that could take it."""
-    cluster, client = drafting.cluster, drafting.client
-    heir, role = ("decode-1", "decode") if drafting.drafter in HAS_HEIR else ("prefill-0", "both")
-
-    async def kill() -> None:
-        os.kill(cluster.pid("decode-0"), signal.SIGSTOP)  # it must not come to the answer's end meanwhile
-        await client.set_role(heir, role)
-        await cluster.kill("decode-0")
-
-    prompt = repetitive(9)[-1]
-    sampling = Sampling(temperature=0.9, seed=4, max_tokens=400, ignore_eos=True, repetition_penalty=0.3)
-    expected = await ask(client, prompt, off(sampling))
-    answered = await ask(client, prompt, sampling, at_token=50, then=kill)
-    usage = answered.usage
-    assert usage.num_resumes == 1
-    assert answered.text == expected.text
-    assert usage.disaggregated is (drafting.drafter in HAS_HEIR)
-    assert usage.drafted_tokens >= usage.accepted_tokens > 0  # of the last attempt
-    if drafting.drafter == "model":
-        assert usage.accepted_tokens >= 0.98 * usage.drafted_tokens
-
-
 async def test_moved_while_it_drafts(drafting: Drafting) -> None:
     """The prefill worker, of the same drafter, becomes a decode worker as the other one is drained."""
     sampling = replace(GREEDY, max_tokens=160)
@@ -352,3 +329,26 @@ async def test_moved_while_it_drafts(drafting: Drafting) -> None:
         usage, other = answers[index].usage, stayed[index].usage
         assert usage.drafted_tokens > 0.6 * other.drafted_tokens
         assert usage.accepted_tokens > 0.6 * other.accepted_tokens
+
+
+async def test_killed_decode_worker_takes_no_answer_with_it(drafting: Drafting, tiny_moe: TinyModel) -> None:
+    """Last: the worker does not come back. Until the answer has begun there is no other that could take it."""
+    cluster, client = drafting.cluster, drafting.client
+    heir, role = ("decode-1", "decode") if drafting.drafter in HAS_HEIR else ("prefill-0", "both")
+
+    async def kill() -> None:
+        os.kill(cluster.pid("decode-0"), signal.SIGSTOP)  # it must not come to the answer's end meanwhile
+        await client.set_role(heir, role)
+        await cluster.kill("decode-0")
+
+    prompt = repetitive(9)[-1]
+    sampling = Sampling(temperature=0.9, seed=4, max_tokens=400, ignore_eos=True, repetition_penalty=0.3)
+    expected = await ask(client, prompt, off(sampling))
+    answered = await ask(client, prompt, sampling, at_token=50, then=kill)
+    usage = answered.usage
+    assert usage.num_resumes == 1
+    assert answered.text == expected.text
+    assert usage.disaggregated is (drafting.drafter in HAS_HEIR)
+    assert usage.drafted_tokens >= usage.accepted_tokens > 0  # of the last attempt
+    if drafting.drafter == "model":
+        assert usage.accepted_tokens >= 0.98 * usage.drafted_tokens

@@ -12,7 +12,14 @@ import pytest
 from kvtransfer.loopback_agent import LoopbackNetwork
 from protos import decode_pb2, inference_pb2
 from protos.channel import service_errors
-from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from protos.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    ServiceError,
+)
 from tests.timed_calls import answer_to, decode_request, prompt_of, tokens_of
 from tests.timed_worker import BLOCK, LAYOUT, TimedWorker, eventually, running
 
@@ -134,7 +141,7 @@ async def test_ends_before_it_could_leave() -> None:
         handing = hand_over(source, target.target)
         await asyncio.sleep(0.05)
         source.runner.go_on()
-        with pytest.raises(FailedPrecondition, match="ended before"):
+        with pytest.raises(FailedPrecondition, match="before it"):
             await answered(handing)
         assert await tokens_of(here) == answer_to(PROMPT, 4)
 
@@ -154,12 +161,63 @@ async def test_somebody_leaves_while_it_is_handed_over(who: str) -> None:
             await eventually(lambda: source.decode.scheduler.num_running == 0)
         else:
             handing.cancel()
-        source.land_writes()
         if who == "stream":
+            source.land_writes()
             with pytest.raises(ServiceError):
                 await answered(handing)
-        else:
+        else:  # though what was posted still moves
             assert await tokens_of(here) == answer_to(PROMPT, MAX_TOKENS)
+            source.land_writes()
+
+
+@pytest.mark.parametrize("moment", ["at", "reached"])
+async def test_cancelled_in_the_moment_in_which_a_step_ends(moment: str) -> None:
+    """What the scheduler is about to tell must not be found cancelled: the engine would end of it."""
+    async with two_workers() as (source, target):
+        here = await decoding_on(source)
+        scheduler = source.decode.scheduler
+        complete, schedule = scheduler.complete, scheduler.schedule
+        handing = asyncio.create_task(
+            source.decode.HandOver(
+                decode_pb2.HandOverRequest(attempt_id="a", next_attempt_id="b", target=target.target),
+                None,  # type: ignore[arg-type]
+            )
+        )
+
+        def schedule_and_cancel(num_tokens: int) -> Any:
+            if moment == "at" and source.decode._decoding["a"].halt is not None:
+                handing.cancel()
+            return schedule(num_tokens)
+
+        def complete_and_cancel(*arguments: Any) -> None:
+            decoding = source.decode._decoding["a"]
+            is_last = decoding.halt is not None and decoding.sequence.num_computed_tokens == 6 * BLOCK + 2
+            if moment == "reached" and is_last:
+                handing.cancel()
+            complete(*arguments)
+
+        scheduler.schedule = schedule_and_cancel  # type: ignore[method-assign]
+        scheduler.complete = complete_and_cancel  # type: ignore[method-assign, assignment]
+        await asyncio.sleep(0.05)
+        if moment == "reached":
+            source.runner.let_run(1)  # from then on it is known where it is to stop
+            await eventually(lambda: target.pool.num_used > 0)
+            await asyncio.sleep(0.05)  # it waits for that
+        source.runner.go_on()
+        with pytest.raises(asyncio.CancelledError):
+            await handing
+        assert await tokens_of(here) == answer_to(PROMPT, MAX_TOKENS)
+
+
+async def test_one_that_does_not_decode_yet_takes_nobodys_turn() -> None:
+    async with two_workers() as (source, target):
+        request = decode_request("a", PROMPT, max_tokens=MAX_TOKENS, prefill_here=True)
+        here = source.decode_stub.Decode(request)
+        await eventually(lambda: source.runner.is_waiting)  # in its first chunk
+        with pytest.raises(ResourceExhausted, match="waits here for its KV"):
+            await answered(hand_over(source, target.target))
+        source.runner.go_on()
+        assert await tokens_of(here) == answer_to(PROMPT, MAX_TOKENS)
 
 
 async def test_what_is_wrong_is_named() -> None:

@@ -16,7 +16,7 @@ from model.block_pool import BlockPool
 from model.runner import NonFiniteLogits, Outcome, SampledToken, StepOutput, VerifiedDraft
 from model.sampling_params import SamplingParams
 from model.sequence import FinishReason, Sequence
-from protos.errors import FailedPrecondition
+from protos.errors import FailedPrecondition, ResourceExhausted
 
 BLOCK_SIZE = 4
 NOTHING = StepOutput(())
@@ -380,6 +380,9 @@ async def test_halted_sequence_drafts_no_more() -> None:
     old, leaving = received(pool, [1, 2, 3], 12), received(pool, [5, 6, 7, 8, 9], 12)
     for decoding in (old, leaving):
         scheduler.add(decoding)
+    with pytest.raises(ResourceExhausted, match="waits here"):
+        scheduler.halt(leaving)  # it is not even admitted
+    step(scheduler)
     halt = scheduler.halt(leaving)
     seen = []
     while not halt.reached.done():
@@ -397,8 +400,9 @@ async def test_halt_is_told_of_the_end_and_of_the_hand_over(is_reached: bool) ->
     for end in (scheduler.remove, scheduler.handed_over):
         decoding = received(pool, [5, 6, 7, 8, 9], 20)
         scheduler.add(decoding)
+        step(scheduler)
         halt = scheduler.halt(decoding)
-        for _ in range(3 * is_reached):
+        for _ in range(2 * is_reached):
             step(scheduler)
         end(decoding)
         assert halt.reached.done()

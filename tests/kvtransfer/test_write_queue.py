@@ -76,17 +76,18 @@ def test_stream_that_is_not_ready_keeps_nobody_back() -> None:
     assert rig.take() == ["a0", "a1", "a is done"]
 
 
-def test_full_queue_makes_room_by_what_is_taken() -> None:
+def test_full_stream_makes_room_by_what_is_taken_and_keeps_nobody_else_back() -> None:
     rig = Rig(max_writes=2)
     rig.put("a", 2)
-    assert not rig.queue.put("b", rig.job("b0"), 0.01)
+    assert not rig.queue.put("a", rig.job("a2"), 0.01)
+    rig.put("b", 1)
     rig.queue.put_end("a", rig.job("a is done"))  # no write, and so never held up
-    waiting = threading.Thread(target=lambda: rig.queue.put("b", rig.job("b0"), 10))
+    waiting = threading.Thread(target=lambda: rig.queue.put("a", rig.job("a2"), 10))
     waiting.start()
     assert rig.take(1) == ["a0"]
     waiting.join(5)
     assert not waiting.is_alive()
-    assert rig.take() == ["a1", "a is done", "b0"]
+    assert rig.take() == ["a1", "a is done", "a2", "b0"]
 
 
 def test_who_waits_for_a_job_is_woken() -> None:

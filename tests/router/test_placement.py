@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.errors import NoWorker
-from router.placement import Candidate, Demand, Placement, Role, WorkerId, can_serve, place
+from router.placement import Candidate, Demand, Placement, Role, WorkerId, can_serve, place, place_moved
 
 DEMAND = Demand(num_blocks=4, num_blocks_in_all=10, wants_decode=True)
 ONE_TOKEN = Demand(num_blocks=4, num_blocks_in_all=4, wants_decode=False)
@@ -237,3 +237,22 @@ def test_serving_means_that_a_request_can_be_placed(workers: list[Candidate], se
     else:
         with pytest.raises(NoWorker):
             place(workers, DEMAND, (), random.Random(seed))
+
+
+def moved_to(*others: Candidate, avoid: tuple[str, ...] = ()) -> str | None:
+    source = worker("source", Role.DECODE)
+    found = place_moved([source, *others], DEMAND, source.id, {WorkerId(n, "e1") for n in avoid}, random.Random(1))
+    return None if found is None else found.id.name
+
+
+def test_a_running_sequence_moves_to_another_decode_worker_with_room() -> None:
+    near = worker("near", Role.DECODE, active=1)
+    busy = worker("busy", Role.BOTH, active=5)
+    assert moved_to(near, busy) == "near"
+    assert moved_to(near, busy, avoid=("near",)) == "busy"
+    assert moved_to(near, avoid=("near",)) == "near"  # there is no other
+    assert moved_to(worker("prefill", Role.PREFILL)) is None
+    assert moved_to(replace(near, is_ready=False)) is None
+    assert moved_to(replace(near, fingerprint="another")) is None
+    assert moved_to(replace(near, num_free_blocks=DEMAND.num_blocks - 1)) is None
+    assert moved_to(replace(near, num_free_blocks=DEMAND.num_blocks)) == "near"

@@ -235,3 +235,31 @@ async def test_waiting_ends_with_a_change_or_the_time() -> None:
     table.register(profile("p", Role.PREFILL), READY)
     await asyncio.wait_for(waiting, 1)
     await asyncio.wait_for(table.wait_changed(0.001), 1)
+
+
+def test_registered_anew_by_the_same_process_a_worker_keeps_what_runs_there(table: WorkerTable) -> None:
+    prefill, decode = two_pools(table)
+    dispatch = table.dispatch(placement_of(table), num_tokens=40, num_blocks=3)
+    table.set_draining("d", True)
+    again = table.register(profile("d", Role.DECODE), READY)
+    assert (again.dispatches, decode.dispatches, dispatch.decode) == ({dispatch}, set(), again)
+    assert dispatch.prefill is prefill
+    assert again.is_drained
+    assert dispatch.leaving.is_set()
+    table.set_draining("d", False)
+    assert not dispatch.leaving.is_set()
+    dispatch.end()
+    assert again.dispatches == set()
+    restarted = table.register(profile("d", Role.DECODE, epoch="e2"), READY)
+    assert (restarted.dispatches, restarted.is_drained) == (set(), False)
+
+
+def test_attempt_is_told_that_its_decode_worker_leaves_though_that_was_not_ready(
+    table: WorkerTable, clock: Clock
+) -> None:
+    _, decode = two_pools(table)
+    dispatch = table.dispatch(placement_of(table), num_tokens=40, num_blocks=3)
+    clock.now += 60.0  # silent for so long
+    table.report(decode, WorkerLoad(WorkerState.DRAINING))
+    assert dispatch.leaving.is_set()
+    assert table.dispatch(Placement(None, candidate(table, "d")), num_tokens=0, num_blocks=1).leaving.is_set()
