@@ -17,6 +17,7 @@ import numpy as np
 from prometheus_client import REGISTRY
 
 from kvtransfer.agent import Region, WriteState
+from kvtransfer.errors import DecodePoolFull
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.messages import layout_to_message
 from kvtransfer.nixl_agent import NixlAgent
@@ -33,6 +34,7 @@ from protos.channel import open_channel
 
 CHUNK_TOKENS = 512
 RAW_DESCRIPTOR_BYTES = 1 << 20
+_ROOM_S = 0.2
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
@@ -72,8 +74,13 @@ class PrefillSide:
         """Prefills a prompt that neither side has seen, and sends it while computing or when it is computed."""
         num_tokens, num_blocks = len(token_ids), self._runner.layout.num_blocks(len(token_ids))
         posted_before = posting_s()
-        started = time.perf_counter()
-        outgoing = await self._reserve(token_ids)
+        while True:
+            started = time.perf_counter()
+            try:
+                outgoing = await self._reserve(token_ids)
+                break
+            except DecodePoolFull:  # of what nobody claims there: a decode side that decodes would have room
+                await asyncio.sleep(_ROOM_S)
         blocks = self._pool.allocate(num_blocks)
         outgoing.hold(blocks)
         first_token_id = 0
