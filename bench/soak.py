@@ -194,7 +194,6 @@ def _table(before: dict[str, Footprint], after: dict[str, Footprint], soak: Soak
 
 
 def main() -> None:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="in all (default: 20000)")
     parser.add_argument("--model", default="demo-dense", help="whose sizes and tokens (default: demo-dense)")

@@ -1,13 +1,13 @@
 """Hands sequences that decode here over to other decode workers, while they run. The counterpart of `Arrivals`.
 
-Full blocks are written while the sequence decodes on; it stands still only for its last block, the drafter's state and
-the record. Whatever fails, it goes on here as if nothing had been: it keeps its blocks until the other worker has it.
+Full blocks are written while the sequence decodes on, for at most a block of tokens; it stands still for what is not
+written by then, its last block, the drafter's state and the record. Whatever fails, it goes on here: it keeps its
+blocks until the other worker has it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,6 @@ from kvtransfer.sender import Sender
 from kvtransfer.ticket import HandoverTarget, SendStats
 from model.runner import DraftingStates
 from protos.errors import FailedPrecondition, ServiceError
-
-logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2  # more would share the link, and each stand still for longer
 _RESERVE_TIMEOUT_S = 1.0

@@ -18,7 +18,6 @@ from decode.scheduler import DecodeScheduler
 from kvtransfer import messages
 from kvtransfer.errors import LayoutMismatch
 from kvtransfer.integrity import Verification
-from kvtransfer.nixl_agent import UNACKNOWLEDGED_S
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.sender import Sender
@@ -33,8 +32,6 @@ from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
 logger = logging.getLogger(__name__)
-
-_ON_ITS_WAY_S = 2.0
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -69,7 +66,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             pool,
             description.layout,
             description.epoch,
-            options=ReceiverOptions(lease_s=lease_s, quarantine_grace_s=_grace_s(lease_s)),
+            options=ReceiverOptions.of_lease(lease_s),
             failed=self._arrivals.failed,
             headroom=lambda: self.scheduler.num_wanted_blocks,
             verification=verification,
@@ -229,12 +226,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         finally:
             del self._decoding[sequence.sequence_id]
             self.scheduler.remove(decoding)
-
-
-def _grace_s(lease_s: float) -> float:
-    """A sender posts until its lease has lapsed, though its stream may have ended; and what it posted last may arrive
-    until its system drops the connection."""
-    return max(lease_s, UNACKNOWLEDGED_S) + _ON_ITS_WAY_S
 
 
 def _stats(decoding: DecodeSequence) -> inference_pb2.DecodeStats:

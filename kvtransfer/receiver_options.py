@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtransfer.nixl_agent import UNACKNOWLEDGED_S
+
+_ON_ITS_WAY_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiverOptions:
@@ -18,3 +22,9 @@ class ReceiverOptions:
     place_s: float = 0.5
     timer_s: float = 0.1
     num_remembered_attempts: int = 10_000
+
+    @classmethod
+    def of_lease(cls, lease_s: float) -> ReceiverOptions:
+        """A sender posts until its lease has lapsed, though its stream may have ended; and what it posted last may
+        arrive until its system drops the connection. The grace is for the longer of the two."""
+        return cls(lease_s=lease_s, quarantine_grace_s=max(lease_s, UNACKNOWLEDGED_S) + _ON_ITS_WAY_S)

@@ -25,7 +25,7 @@ from router.workers import _SILENCE_S as ROUTER_SILENCE_S
 from tests.cluster.asking import Answered
 from tests.cluster.bad_network import Cable, Link, Network, why_not
 from tests.cluster.split_cluster import SplitCluster
-from tests.cluster.test_failures import LAYOUT, TIMING, ask_all, expected, prompts
+from tests.cluster.timed_cluster import LAYOUT, TIMING, ask_all, expected, prompts
 from tests.cluster.tiny_model import TinyModel
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]

@@ -1,12 +1,8 @@
-"""Decode workers that are emptied under load: streams go on elsewhere with the right tokens, and no block stays held.
-
-Timed workers, whose tokens depend on every byte of KV that was handed over, as in `test_failures`.
-"""
+"""Decode workers that are emptied under load: streams go on elsewhere with the right tokens, and no block is left."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -15,33 +11,21 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from deploy.local import ClusterConfig, LocalCluster
+from deploy.local import LocalCluster
 from protos.client import PdserveClient
 from protos.values import Sampling
 from tests.cluster.asking import Answered, ask, assert_at_rest
-from tests.cluster.test_failures import ask_all, expected, prompts, until
+from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config, until
 from tests.cluster.tiny_model import TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_STREAMS, NUM_TOKENS = 12, 200
-TIMING = {"prefill_base_s": 0.02, "prefill_token_s": 0.0004, "decode_base_s": 0.015, "decode_sequence_s": 0.0002}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tiny_moe: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    timing = tmp_path_factory.mktemp("drain") / "timing.json"
-    timing.write_text(json.dumps(TIMING))
-    config = ClusterConfig(
-        model=str(tiny_moe.folder),
-        num_prefill=1,
-        num_decode=2,
-        num_threads=1,
-        worker_arguments=(
-            *("--runner", "timed", "--timing", str(timing), "--num-blocks", "1000"),
-            *("--max-step-tokens", "128", "--lease-s", "2"),
-        ),
-    )
+    config = timed_config(tiny_moe, tmp_path_factory.mktemp("drain"), num_prefill=1)
     async with LocalCluster(config) as cluster:
         yield cluster
 

@@ -1,73 +1,33 @@
-"""Workers that are killed and clients that leave: every stream ends with the right tokens, and no block stays held.
-
-The workers are timed ones: slow enough to be hit at a known stage, and each token they give depends on every byte of KV
-that was handed over, so that a block lost, stale or overwritten gives a wrong token.
-"""
+"""Workers that are killed and clients that leave: every stream ends with the right tokens, and no block stays held."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from deploy.local import ClusterConfig, LocalCluster
-from model.kv_layout import KVLayout
-from model.timed_runner import expected_tokens
+from deploy.local import LocalCluster
 from protos.client import PdserveClient
-from protos.values import Sampling, WorkerStatus
+from protos.values import Sampling
 from tests.cluster.asking import Answered, ask, assert_at_rest
-from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
+from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config, until
+from tests.cluster.tiny_model import TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_STREAMS = 16
-LAYOUT = KVLayout("", "float32", num_layers=3, num_kv_heads=2, head_dim=16)  # of the tiny model
-TIMING = {"prefill_base_s": 0.02, "prefill_token_s": 0.0004, "decode_base_s": 0.015, "decode_sequence_s": 0.0002}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def cluster(tiny_moe: TinyModel, tmp_path: Path) -> AsyncIterator[LocalCluster]:
-    timing = tmp_path / "timing.json"
-    timing.write_text(json.dumps(TIMING))
-    config = ClusterConfig(
-        model=str(tiny_moe.folder),
-        num_prefill=2,
-        num_decode=2,
-        num_threads=1,
-        worker_arguments=(
-            *("--runner", "timed", "--timing", str(timing), "--num-blocks", "1000"),
-            *("--max-step-tokens", "128", "--lease-s", "2"),
-        ),
-    )
-    async with LocalCluster(config) as cluster:
+    async with LocalCluster(timed_config(tiny_moe, tmp_path)) as cluster:
         yield cluster
-
-
-def prompts(num: int, lengths: range, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice(lengths))] for _ in range(num)]
-
-
-def expected(prompt: list[int], num_tokens: int) -> list[int]:
-    return expected_tokens(prompt, num_tokens, LAYOUT, vocab_size=VOCAB_SIZE, never_sampled=[EOS])
-
-
-async def until(cluster: LocalCluster, worker_id: str, reached: Callable[[WorkerStatus], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not reached((await cluster.workers())[worker_id]):
-            await asyncio.sleep(0.02)
-
-
-async def ask_all(client: PdserveClient, asked: list[list[int]], num_tokens: int) -> list[asyncio.Task[Answered]]:
-    sampling = Sampling(temperature=0, max_tokens=num_tokens)
-    return [asyncio.create_task(ask(client, prompt, sampling)) for prompt in asked]
 
 
 async def test_prefill_worker_killed_mid_prefill(cluster: LocalCluster) -> None:

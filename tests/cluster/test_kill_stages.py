@@ -7,28 +7,25 @@ are timed ones, whose every token depends on every byte of KV that was handed ov
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from deploy.fault_seams import set_fault_plan
-from deploy.local import ClusterConfig, LocalCluster
-from model.kv_layout import KVLayout
+from deploy.local import LocalCluster
 from model.timed_runner import expected_tokens
 from protos.client import PdserveClient
 from protos.values import Sampling
 from tests.cluster.asking import ask, assert_at_rest
+from tests.cluster.timed_cluster import LAYOUT, timed_config
 from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_REQUESTS, NUM_TOKENS = 8, 24
-LAYOUT = KVLayout("", "float32", num_layers=3, num_kv_heads=2, head_dim=16)  # of the tiny model
 TIMING = {"prefill_base_s": 0.005, "prefill_token_s": 0.0002, "decode_base_s": 0.01, "decode_sequence_s": 0.0002}
 VICTIMS = [  # each of a pool, and then of the other
     ("prefill-0", "kill at reserving 2"),
@@ -68,19 +65,9 @@ class Cluster:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tiny_moe: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    timing: Path = tmp_path_factory.mktemp("timing") / "timing.json"
-    timing.write_text(json.dumps(TIMING))
-    config = ClusterConfig(
-        model=str(tiny_moe.folder),
-        num_prefill=2,
-        num_decode=2,
-        num_threads=1,
-        worker_arguments=(
-            *("--runner", "timed", "--timing", str(timing), "--num-blocks", "1000"),
-            *("--max-step-tokens", "128"),
-        ),
-        environment={"PDSERVE_FAULTS": "none"},
-    )
+    scratch = tmp_path_factory.mktemp("stages")
+    environment = {"PDSERVE_FAULTS": "none"}
+    config = timed_config(tiny_moe, scratch, timing=TIMING, arguments=(), environment=environment)
     async with LocalCluster(config) as local:
         cluster = Cluster(local)
         yield cluster

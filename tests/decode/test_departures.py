@@ -88,6 +88,23 @@ async def test_goes_on_where_it_was_handed_over() -> None:
         assert there[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
 
+async def test_what_the_drafter_knows_goes_along() -> None:
+    async with two_workers() as (source, target):
+        restored: list[tuple[int, bytes]] = []
+        source.runner.export_drafting = lambda drafting: b"known"  # type: ignore[method-assign]
+        target.runner.restore_drafting = lambda _, num_tokens, state: restored.append((num_tokens, state))  # type: ignore[method-assign, assignment]
+        here = await decoding_on(source)
+        handing = hand_over(source, target.target)
+        await asyncio.sleep(0.05)
+        source.runner.go_on()
+        response = await answered(handing)
+        tokens = await tokens_of(here)
+        rest = decode_request("b", [*PROMPT, *tokens[:-1]], max_tokens=MAX_TOKENS)
+        rest.num_prompt_tokens = len(PROMPT)
+        assert tokens + await tokens_of(target.decode_stub.Decode(rest)) == answer_to(PROMPT, MAX_TOKENS)
+        assert restored == [(response.num_tokens, b"known")]
+
+
 async def test_decodes_on_while_its_full_blocks_are_written() -> None:
     """Writes do not land: it decodes up to the place where it has to stand still, and no further."""
     async with two_workers() as (source, target):

@@ -404,3 +404,9 @@ async def test_timer_judges_without_any_message() -> None:
     timer.cancel()
     await asyncio.wait([timer])
     assert isinstance(failures["a"], LeaseExpired)
+
+
+@pytest.mark.parametrize(("lease_s", "grace_s"), [(2.0, 7.0), (5.0, 7.0), (10.0, 12.0)])
+def test_quarantine_outlasts_the_lease_and_what_the_system_may_still_bring(lease_s: float, grace_s: float) -> None:
+    options = ReceiverOptions.of_lease(lease_s)
+    assert (options.lease_s, options.quarantine_grace_s) == (lease_s, grace_s)
