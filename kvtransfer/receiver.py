@@ -123,9 +123,13 @@ class Receiver:
         self._ended.check(attempt_id)
 
     async def receive(self, record: HandoverRecord) -> ReceivedSequence:
-        """`commit`, once what lies in the blocks that the ticket wants checked has been compared with the record.
+        """Takes the sequence, once what lies in the blocks that the ticket wants checked has been compared with the
+        record: publishes its full blocks and passes the lease's references to the caller.
 
-        Raises besides: CorruptBlocks, and then the ticket has ended. A ticket that ended meanwhile: why it did.
+        Raises:
+            UnknownTicket: also for one that was committed before. TicketEnded, LeaseExpired: too late, or meanwhile.
+            RecordMismatch: the record is not this ticket's; the ticket stays as it is.
+            CorruptBlocks: the ticket has ended.
         """
         lease = self._accept(record)
         try:
@@ -138,18 +142,6 @@ class Receiver:
         except BaseException:  # also if the call is cancelled: nobody would take the sequence
             self._doubt(record, CorruptBlocks(f"the check of attempt {record.attempt_id!r} was not finished"))
             raise
-        return self._hand_over(record)
-
-    def commit(self, record: HandoverRecord) -> ReceivedSequence:
-        """Takes the sequence: publishes its full blocks and passes the lease's references to the caller.
-
-        Raises:
-            UnknownTicket: also for one that was committed before. TicketEnded, LeaseExpired: too late.
-            RecordMismatch: the record is not this ticket's; the ticket stays as it is.
-        """
-        if self._verification is not None:
-            raise RuntimeError("records are to be checked here: receive them")
-        self._accept(record)
         return self._hand_over(record)
 
     def _accept(self, record: HandoverRecord) -> Lease:

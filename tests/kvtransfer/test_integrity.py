@@ -28,6 +28,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.ticket import HandoverRecord, Ticket
 from protos.errors import ServiceError
 from tests.kvtransfer.cache import LAYOUT
+from tests.kvtransfer.committing import commit
 from tests.kvtransfer.test_receiver import BLOCK, OPTIONS, SENDER, Desk, record, reservation
 from tests.timed_calls import answer_to, decode_request, failure_of, prefill_request, prompt_of, tokens_of
 from tests.timed_worker import LAYOUT as TIMED_LAYOUT
@@ -199,11 +200,11 @@ def test_who_knows_only_a_tickets_id_can_neither_commit_nor_free_it() -> None:
     assert ticket.mac.hex() not in repr(ticket) and repr(ticket.mac) not in repr(ticket)
     for mac in (b"", other.mac, ticket.mac[:-1], bytes(32)):
         with pytest.raises(RecordMismatch) as refused:
-            desk.receiver.commit(replace(record(ticket), mac=mac))
+            commit(desk.receiver, replace(record(ticket), mac=mac))
         assert refused.value.field == "mac" and ticket.mac.hex() not in str(refused.value)
         desk.receiver.release(ticket.ticket_id, SENDER.epoch, mac=mac)
     assert desk.receiver.num_reserved_blocks == 4
-    desk.receiver.commit(record(ticket))
+    commit(desk.receiver, record(ticket))
 
 
 def test_another_process_start_seals_otherwise() -> None:

@@ -26,6 +26,7 @@ from kvtransfer.ticket import HandoverRecord, Reservation, SenderIdentity, Ticke
 from model.block_pool import BlockPool
 from protos.errors import ServiceError
 from tests.kvtransfer.cache import LAYOUT, hashes_of
+from tests.kvtransfer.committing import commit
 
 BLOCK = LAYOUT.block_size
 SENDER = SenderIdentity("prefill-0", "s1")
@@ -95,7 +96,7 @@ def test_committed_sequence_takes_the_blocks_and_its_prefix_is_found_again(desk:
     num_tokens = 2 * BLOCK + 1
     ticket = desk.reserve(num_tokens=num_tokens)
     assert (ticket.num_cached_tokens, len(ticket.block_ids), desk.receiver.num_reserved_blocks) == (0, 3, 3)
-    received = desk.receiver.commit(record(ticket, num_tokens=num_tokens))
+    received = commit(desk.receiver, record(ticket, num_tokens=num_tokens))
     assert received.block_ids == ticket.block_ids
     assert (received.num_tokens, received.num_cached_tokens, received.num_received_tokens) == (
         num_tokens,
@@ -106,7 +107,7 @@ def test_committed_sequence_takes_the_blocks_and_its_prefix_is_found_again(desk:
     assert (desk.receiver.num_reserved_blocks, desk.pool.num_used) == (0, 3)
     again = desk.reserve("b", num_tokens)
     assert (again.num_cached_tokens, len(again.block_ids)) == (2 * BLOCK, 1)
-    shared = desk.receiver.commit(record(again, "b", num_tokens))
+    shared = commit(desk.receiver, record(again, "b", num_tokens))
     assert shared.block_ids[:2] == received.block_ids[:2]
     assert shared.num_received_tokens == 1
     desk.pool.release(received.block_ids)
@@ -121,9 +122,9 @@ def test_uncommitted_blocks_are_no_prefix(desk: Desk) -> None:
 
 def test_commit_happens_once(desk: Desk) -> None:
     ticket = desk.reserve()
-    desk.receiver.commit(record(ticket))
+    commit(desk.receiver, record(ticket))
     with pytest.raises(UnknownTicket):
-        desk.receiver.commit(record(ticket))
+        commit(desk.receiver, record(ticket))
     with pytest.raises(DuplicateAttempt):
         desk.reserve()
     desk.receiver.release(ticket.ticket_id, SENDER.epoch, mac=ticket.mac)  # late: the sequence keeps its blocks
@@ -149,9 +150,9 @@ def test_commit_happens_once(desk: Desk) -> None:
 def test_record_that_does_not_fit_is_refused_and_changes_nothing(desk: Desk, field: str, value: object) -> None:
     ticket = desk.reserve()
     with pytest.raises(RecordMismatch, match=field):
-        desk.receiver.commit(replace(record(ticket), **{field: value}))  # type: ignore[arg-type]
+        commit(desk.receiver, replace(record(ticket), **{field: value}))  # type: ignore[arg-type]
     assert desk.receiver.num_reserved_blocks == 2
-    desk.receiver.commit(record(ticket))
+    commit(desk.receiver, record(ticket))
 
 
 def test_blocks_that_were_given_out_again_void_their_ticket(desk: Desk) -> None:
@@ -161,7 +162,7 @@ def test_blocks_that_were_given_out_again_void_their_ticket(desk: Desk) -> None:
     assert tuple(desk.pool.allocate(2)) == ticket.block_ids
     for generations in (ticket.generations, tuple(map(desk.pool.generation, ticket.block_ids))):
         with pytest.raises(RecordMismatch, match="generations"):
-            desk.receiver.commit(replace(record(ticket), generations=generations))
+            commit(desk.receiver, replace(record(ticket), generations=generations))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_reservation_that_cannot_be_granted_takes_nothing(
 
 
 def test_full_pool_gives_the_matched_prefix_back(desk: Desk) -> None:
-    received = desk.receiver.commit(record(desk.reserve()))
+    received = commit(desk.receiver, record(desk.reserve()))
     desk.reserve("big", 6 * BLOCK, first=500)
     with pytest.raises(DecodePoolFull, match="1 KV blocks wanted, 0 to give"):
         desk.reserve("more", 2 * BLOCK + 1)
@@ -231,7 +232,7 @@ def test_lapsed_lease_is_quarantined_until_the_sender_has_stopped(desk: Desk) ->
     assert desk.receiver.oldest_quarantine_s == pytest.approx(1000)
     assert desk.receiver.heartbeat(SENDER, [ticket.ticket_id]) == [ticket.ticket_id]
     with pytest.raises(LeaseExpired):
-        desk.receiver.commit(record(ticket))
+        commit(desk.receiver, record(ticket))
     assert desk.pool.num_used == 2
     desk.receiver.release(ticket.ticket_id, SENDER.epoch, mac=ticket.mac)
     assert desk.pool.num_used == 0
@@ -241,7 +242,7 @@ def test_commit_after_the_lease_is_refused_even_before_the_timer_runs(desk: Desk
     ticket = desk.reserve()
     desk.clock.now += 9.0
     with pytest.raises(LeaseExpired):
-        desk.receiver.commit(record(ticket))
+        commit(desk.receiver, record(ticket))
 
 
 def test_heartbeats_renew(desk: Desk) -> None:
@@ -249,7 +250,7 @@ def test_heartbeats_renew(desk: Desk) -> None:
     for _ in range(5):
         desk.advance(6)
         assert desk.receiver.heartbeat(SENDER, [ticket.ticket_id]) == []
-    desk.receiver.commit(record(ticket))
+    commit(desk.receiver, record(ticket))
 
 
 def test_heartbeat_names_what_it_does_not_know(desk: Desk) -> None:
@@ -309,7 +310,7 @@ def test_aborted_attempt_is_quarantined_and_refused_from_then_on(desk: Desk) -> 
     desk.receiver.abort("a", "twice")
     assert (desk.receiver.num_quarantined_blocks, desk.failures) == (2, [])
     with pytest.raises(AttemptEnded, match="the client left"):
-        desk.receiver.commit(record(ticket))
+        commit(desk.receiver, record(ticket))
     with pytest.raises(AttemptEnded, match="the client left"):
         desk.reserve()
     assert desk.receiver.heartbeat(SENDER, [ticket.ticket_id]) == [ticket.ticket_id]
@@ -358,7 +359,7 @@ def test_sender_gone_fails_its_tickets_and_frees_after_the_grace(desk: Desk) -> 
     desk.advance(1.9)
     assert desk.receiver.num_quarantined_blocks == 4
     with pytest.raises(SenderGone):
-        desk.receiver.commit(record(ticket))
+        commit(desk.receiver, record(ticket))
     with pytest.raises(SenderNotAttached):
         desk.reserve("c")
     desk.advance(0.2)
@@ -369,7 +370,7 @@ def test_sender_is_gone_with_its_last_stream(desk: Desk) -> None:
     desk.receiver.sender_attached(SENDER.epoch)
     ticket = desk.reserve()
     desk.receiver.sender_gone(SENDER.epoch)  # the old stream's end is noticed late
-    desk.receiver.commit(record(ticket))
+    commit(desk.receiver, record(ticket))
     desk.receiver.sender_gone(SENDER.epoch)
     desk.receiver.sender_gone("never attached")
     assert desk.failures == []

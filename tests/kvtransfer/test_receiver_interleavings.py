@@ -16,6 +16,7 @@ from kvtransfer.ticket import HandoverRecord, Reservation, SenderIdentity, Ticke
 from model.block_pool import BlockPool
 from protos.errors import ServiceError
 from tests.kvtransfer.cache import LAYOUT, hashes_of
+from tests.kvtransfer.committing import commit
 
 BLOCK = LAYOUT.block_size
 LEASE_S, GRACE_S = 9.0, 2.0
@@ -139,13 +140,13 @@ class Interleavings(RuleBasedStateMachine):
         )
         was_committed = asked.attempt_id in self.committed
         try:
-            received = self.receiver.commit(record)
+            received = commit(self.receiver, record)
         except ServiceError:
             return multiple()
         assert not was_committed, "committed twice"
         assert asked.attempt_id not in self.failed, "committed after its stream was told of a failure"
         with pytest.raises(UnknownTicket):
-            self.receiver.commit(record)
+            commit(self.receiver, record)
         self.committed.add(asked.attempt_id)
         for sender in self.senders:
             if held in sender.held:
