@@ -47,6 +47,7 @@ async def moved(
             retry_s = _RETRY_S
             await dispatch.leaving.wait()
             await asyncio.sleep(_SPREAD_S * rng.random())  # all that runs there is told at once
+            continue  # it may have been taken back
         move = await _try_to_move(attempt, demand(), failed, table, rng) if dispatch.is_prefilled else None
         if move is not None:
             return move

@@ -10,13 +10,19 @@ import pytest
 
 from protos import workers_pb2
 from protos.client import PdserveClient
-from protos.errors import FailedPrecondition, Internal, NotFound, ResourceExhausted
+from protos.errors import FailedPrecondition, NotFound, ResourceExhausted
 from protos.values import Sampling, Summary
 from router.placement import Role
 from tests.router.asking import PROMPT, answer
 from tests.router.fakes import FakeFleet, FakeWorker, Hook, plain_loop, ready_load, running_fleet
 
-NUM_TOKENS = 40
+NUM_TOKENS = 120  # half a second: whoever is told to leave early on has long left
+
+
+@pytest.fixture(autouse=True)
+def _told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one request: nothing need be spread."""
+    monkeypatch.setattr("router.move._SPREAD_S", 0.0)
 
 
 def slowly(worker: FakeWorker, num_tokens: int, then: Callable[[], None]) -> None:
@@ -144,15 +150,11 @@ async def test_stays_once_it_is_no_longer_drained(fleet: FakeFleet, client: Pdse
 
     for name in ("d0", "d1"):
         slowly(fleet.workers[name], 3, to_and_fro(name))
-        fleet.workers[name].hooks["handover.start"] = _not_expected
     tokens, _, summary = await answer(client, Sampling(max_tokens=NUM_TOKENS))
     assert tokens == plain_loop(PROMPT, NUM_TOKENS)
     assert summary.usage.num_moves == 0
+    assert not any(fleet.workers[name].departures for name in ("d0", "d1"))
     await fleet.settled()
-
-
-async def _not_expected(attempt_id: str, _: int) -> None:
-    raise Internal("nobody was to be moved")
 
 
 async def test_stream_that_ends_though_the_move_failed_is_resumed(fleet: FakeFleet, client: PdserveClient) -> None:
