@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -38,8 +43,8 @@ class Pieces:
 
     local: Grid
     remote: Grid
-    local_indices: Sequence[int]
-    remote_indices: Sequence[int]
+    local_indices: Indices
+    remote_indices: Indices
 
     def __post_init__(self) -> None:
         if self.local.piece_bytes != self.remote.piece_bytes:
@@ -54,14 +59,14 @@ class Pieces:
 
     def regions(self) -> list[Region]:
         """The same as regions: one for each run over which both sides count upwards by one."""
-        here, there, size = self.local.base_address, self.remote.base_address, self.local.piece_bytes
-        local, remote = self.local_indices, self.remote_indices
-        found, start = [], 0
-        for end in range(1, len(local) + 1):
-            if end == len(local) or local[end] != local[end - 1] + 1 or remote[end] != remote[end - 1] + 1:
-                found.append(Region(here + local[start] * size, there + remote[start] * size, (end - start) * size))
-                start = end
-        return found
+        if not len(self):
+            return []
+        goes_on = (np.diff(self.local_indices) == 1) & (np.diff(self.remote_indices) == 1)
+        starts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1))
+        lengths = np.diff(starts, append=len(self)) * self.local.piece_bytes
+        local = self.local.base_address + self.local_indices[starts].astype(np.int64) * self.local.piece_bytes
+        remote = self.remote.base_address + self.remote_indices[starts].astype(np.int64) * self.remote.piece_bytes
+        return [Region(*row) for row in zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True)]
 
 
 class WriteState(enum.Enum):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.agent import Grid, Pieces, Region
+from kvtransfer.agent import Grid, Indices, Pieces, Region
 from kvtransfer.ranks import ONLY, Rank, exchanged_heads
 from model.kv_layout import KVLayout
 
@@ -46,27 +46,26 @@ class CacheSpan:
 
     def address(self, layer: int, block_id: int) -> int:
         """Of the first byte of one layer's part of one block."""
-        return self.base_address + self.indices(range(layer, layer + 1), (block_id,))[0] * self.grid.piece_bytes
+        return self.base_address + int(self.indices(range(layer, layer + 1), (block_id,))[0]) * self.grid.piece_bytes
 
-    def indices(self, layers: range, block_ids: Sequence[int]) -> list[int]:
+    def indices(self, layers: range, block_ids: Sequence[int] | Indices) -> Indices:
         """Of these blocks in the grid, layer by layer."""
-        size = self.num_blocks
+        ids, size = np.asarray(block_ids, np.int32), self.num_blocks
         if layers and not 0 <= layers.start < layers.stop <= self.layout.num_layers:
             wrong = layers.start if layers.start < 0 else layers.stop - 1
             raise ValueError(f"layer {wrong} is not one of {self.layout.num_layers}")
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < size:
-            wrong = min(block_ids) if min(block_ids) < 0 else max(block_ids)
-            raise ValueError(f"block {wrong} is not one of {size}")
-        starts = range(layers.start * size, layers.stop * size, layers.step * size)
-        return [start + block_id for start in starts for block_id in block_ids]
+        if len(ids) and not 0 <= (least := int(ids.min())) <= (most := int(ids.max())) < size:
+            raise ValueError(f"block {least if least < 0 else most} is not one of {size}")
+        starts = np.arange(layers.start * size, layers.stop * size, layers.step * size, dtype=np.int32)
+        return (starts[:, None] + ids).ravel()
 
 
 def pieces(
     local: CacheSpan,
     remote: CacheSpan,
     layers: range,
-    local_block_ids: Sequence[int],
-    remote_block_ids: Sequence[int],
+    local_block_ids: Sequence[int] | Indices,
+    remote_block_ids: Sequence[int] | Indices,
 ) -> Pieces:
     """What to copy so that, in these layers, each remote block holds what the local block at the same index holds."""
     if len(local_block_ids) != len(remote_block_ids):
@@ -136,7 +135,7 @@ def _offsets(span: CacheSpan, layers: range, heads: range, runs: _Ints, block_id
         raise ValueError(
             f"{len(block_ids)} blocks for tokens {runs[0, 0]} to {runs[1, -1]}; {needed} blocks of {size} hold them"
         )
-    grid = np.array(span.indices(layers, block_ids), np.int64).reshape(len(layers), -1)
+    grid = span.indices(layers, block_ids).astype(np.int64).reshape(len(layers), -1)
     vectors = np.arange(layout.num_vectors) * size
     in_block = (np.arange(heads.start, heads.stop) - span.heads.start)[:, None] * layout.num_vectors * size + vectors
     tokens = runs[0] % size  # [R]

@@ -10,10 +10,12 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvtransfer import metrics
-from kvtransfer.agent import Pieces
+from kvtransfer.agent import Indices, Pieces
 from kvtransfer.errors import IncompleteTransfer, TransferFailed
 from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.peer import Peer
@@ -39,6 +41,25 @@ MAY_BECOME = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Consecutive blocks of the sequence that are written together: where they are here, and at the peer."""
+
+    local_ids: tuple[int, ...]
+    start: int  # index into the ticket's blocks
+    here: Indices
+    there: Indices
+    checked: tuple[tuple[int, int], ...]  # local block and slot of its sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """These layers of a run."""
+
+    run: _Run
+    layers: range
+
+
 class Outgoing:
     """`write` and `write_all_layers` are called from any thread, everything else on the event loop."""
 
@@ -61,11 +82,13 @@ class Outgoing:
         self._pool = pool
         self._local = local
         self._thread = thread
-        self._sums = sums  # of the blocks that the ticket wants checked; the transfer thread's own until it has drained
+        self._sums = sums  # of the blocks that the ticket wants checked; not touched here until the thread has drained
         self._slots = {index: slot for slot, index in enumerate(ticket.checked)}
         self._own = own
         self._ended = ended
-        self._stream = WriteStream(peer.agent_name, self._write_failed)
+        self._run: _Run | None = None  # the last one: its layers come one after the other
+        beside = None if sums is None else self._add_to_sums
+        self._stream = WriteStream[_Part](peer.agent_name, self._write_failed, self._work_out, beside)
         self._held: set[int] = set()
         self._written = [0] * local.layout.num_layers  # bit i of layer l: ticket block i was queued
         self._state = State.OPEN
@@ -146,35 +169,49 @@ class Outgoing:
             return
         num_cached_blocks = self.num_cached_tokens // self._local.layout.block_size
         local_ids = tuple(local_block_ids[max(0, num_cached_blocks - first_block) :])
-        start = max(first_block, num_cached_blocks) - num_cached_blocks  # index into the ticket's blocks
-        remote_ids = self._ticket.block_ids[start : start + len(local_ids)]
-        if len(remote_ids) != len(local_ids):
-            raise ValueError(f"blocks {first_block} to {first_block + len(local_block_ids)} reach beyond the ticket's")
-        if not self._held.issuperset(local_ids):
-            raise ValueError("a local block is written from that is not held")
+        start = max(first_block, num_cached_blocks) - num_cached_blocks
         if not local_ids:
             return
-        indices = range(start, start + len(local_ids))
-        checked = [(local_ids[index - start], slot) for index, slot in self._slots.items() if index in indices]
-        for layer in layers:  # one write each, so that other sequences have their turn in between
+        run = self._run
+        if run is None or run.start != start or run.local_ids != local_ids:
+            run = self._run = self._new_run(start, local_ids)
+        for layer in layers:  # each a part, so that other sequences have their turn in between
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
-            only = range(layer, layer + 1)
-            self._thread.post(
-                self._stream,
-                partial(self._pieces, only, local_ids, remote_ids),
-                then=partial(self._add_to_sums, only, checked),
-            )
+            num_bytes = len(local_ids) * self._local.grid.piece_bytes
+            self._thread.post(self._stream, _Part(run, range(layer, layer + 1)), num_bytes)
 
-    def _add_to_sums(self, layers: range, checked: Sequence[tuple[int, int]]) -> None:
-        if self._sums is not None and checked:
-            block_ids, slots = zip(*checked, strict=True)
-            self._sums.add(layers, block_ids, slots)
+    def _new_run(self, start: int, local_ids: tuple[int, ...]) -> _Run:
+        remote_ids = self._ticket.block_ids[start : start + len(local_ids)]
+        if len(remote_ids) != len(local_ids):
+            raise ValueError(f"blocks {start} to {start + len(local_ids)} reach beyond the ticket's")
+        if not self._held.issuperset(local_ids):
+            raise ValueError("a local block is written from that is not held")
+        slots = ((local_id, self._slots.get(start + index)) for index, local_id in enumerate(local_ids))
+        checked = tuple((local_id, slot) for local_id, slot in slots if slot is not None)
+        return _Run(local_ids, start, np.array(local_ids, np.int32), np.array(remote_ids, np.int32), checked)
 
-    def _pieces(self, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Pieces:
-        """On the transfer thread, when the write is about to be posted."""
-        found = pieces(self._local, self._peer.span, layers, local_ids, remote_ids)
+    def _work_out(self, parts: Sequence[_Part]) -> Pieces:
+        """On the transfer thread, when they are about to be posted."""
+        found = [pieces(self._local, self._peer.span, p.layers, p.run.here, p.run.there) for p in _merged(parts)]
         self._peer.check_lease(self._ticket.ticket_id)
-        return found
+        return (
+            found[0]
+            if len(found) == 1
+            else Pieces(
+                found[0].local,
+                found[0].remote,
+                np.concatenate([one.local_indices for one in found]),
+                np.concatenate([one.remote_indices for one in found]),
+            )
+        )
+
+    def _add_to_sums(self, parts: Sequence[_Part]) -> None:
+        """Beside the writes, which take as long."""
+        assert self._sums is not None
+        for part in _merged(parts):
+            if part.run.checked:
+                block_ids, slots = zip(*part.run.checked, strict=True)
+                self._sums.add(part.layers, block_ids, slots)
 
     async def _drained(self) -> None:
         await self._thread.drain(self._stream)
@@ -236,3 +273,14 @@ class Outgoing:
         self._pool.release(sorted(self._held))
         self._held.clear()
         self._ended(self)
+
+
+def _merged(parts: Sequence[_Part]) -> list[_Part]:
+    """One part for neighbouring layers of the same run."""
+    merged = list[_Part]()
+    for part in parts:
+        if merged and merged[-1].run is part.run and merged[-1].layers.stop == part.layers.start:
+            merged[-1] = replace(merged[-1], layers=range(merged[-1].layers.start, part.layers.stop))
+        else:
+            merged.append(part)
+    return merged

@@ -12,14 +12,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvtransfer import metrics
 from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.errors import TransferFailed
-from kvtransfer.write_queue import WriteQueue
+from kvtransfer.write_queue import Batch, Part, WriteQueue
 from protos.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -40,18 +41,24 @@ class TransferOptions:
     most_s: float = 60.0
     poll_s: float = 0.0002
     max_queued_writes: int = 4096
+    max_batch_bytes: int = 8 << 20
     max_moving_bytes: int = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
-class WriteStream:
-    """The writes of one hand-over. `failed` is called on the event loop, once, when one of them fails.
+class WriteStream(Generic[Part]):
+    """The writes of one hand-over, in parts. `failed` is called on the event loop, once, when one of them fails.
 
-    Setting `stopped` keeps what is queued from being posted; what was posted runs on to its end.
+    `work_out` says, on the transfer thread, what is to be copied for parts that are about to be posted as one write.
+    `beside` does for them, in one thread for all streams, what is no business of the transport and takes time: the
+    write has not ended before it has. Setting `stopped` keeps what is queued from being posted; what was posted runs on
+    to its end.
     """
 
     peer_name: str
     failed: Callable[[Exception], None]
+    work_out: Callable[[Sequence[Part]], Sequence[Region] | Pieces]
+    beside: Callable[[Sequence[Part]], None] | None = None
     stopped: bool = False
     sent_bytes: int = 0
     # the transfer thread's own:
@@ -63,8 +70,9 @@ class WriteStream:
 @dataclass(slots=True, eq=False)
 class _Posted:
     write: Write
-    stream: WriteStream
+    stream: WriteStream[Any]
     posted_at: float
+    beside: Future[None] | None
 
 
 class TransferThread:
@@ -74,7 +82,8 @@ class TransferThread:
         self._agent = agent
         self._options = options or TransferOptions()
         self._loop = asyncio.get_running_loop()
-        self._queue = WriteQueue[WriteStream](self._options.max_queued_writes)
+        self._queue = WriteQueue[WriteStream[Any], Any](self._options.max_queued_writes, self._options.max_batch_bytes)
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="beside-transfer")
         self._moving: list[_Posted] = []
         self._done_at: dict[str, float] = {}  # by peer: when a write to it last ended well
         self._moving_bytes: Counter[str] = Counter()  # by peer
@@ -82,21 +91,14 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
-    def post(
-        self,
-        stream: WriteStream,
-        what: Callable[[], Sequence[Region] | Pieces],
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Queues a write, whose regions or pieces are worked out on the transfer thread. Any thread may call it.
-
-        `then` is called there once it is posted, while it moves: for what belongs to it.
+    def post(self, stream: WriteStream[Part], part: Part, num_bytes: int) -> None:
+        """Queues a part to be written, of about so many bytes. Any thread may call it.
 
         Waits while the queue is full. Raises TransferFailed if it stays so."""
-        if not self._queue.put(stream, partial(self._post, stream, what, then), self._options.stall_s):
+        if not self._queue.put(stream, part, num_bytes, self._options.stall_s):
             raise TransferFailed(f"{self._options.max_queued_writes} writes are queued and none has been posted")
 
-    def drain(self, stream: WriteStream) -> asyncio.Future[None]:
+    def drain(self, stream: WriteStream[Any]) -> asyncio.Future[None]:
         """Done when every write of the stream that was queued before has ended, well or not. It goes first from now."""
         drained: asyncio.Future[None] = self._loop.create_future()
         self._queue.put_end(stream, partial(self._drain, stream, drained))
@@ -112,31 +114,30 @@ class TransferThread:
         """Ends the thread once it has made the calls that are queued. Writes are left to the agent's own end."""
         self._queue.call(self._close)
         await self._loop.run_in_executor(None, self._thread.join)
+        await self._loop.run_in_executor(None, self._beside.shutdown)
 
     def _run(self) -> None:
         while not self._closing:
-            job = self._queue.get(self._may_post, self._options.poll_s if self._moving else None)
-            if job is not None:
-                job()
+            found = self._queue.get(self._may_post, self._options.poll_s if self._moving else None)
+            if isinstance(found, Batch):
+                self._post(found.stream, found.parts)
+            elif found is not None:
+                found()
             self._poll()
 
-    def _may_post(self, stream: WriteStream) -> bool:
+    def _may_post(self, stream: WriteStream[Any]) -> bool:
         return stream.stopped or self._moving_bytes[stream.peer_name] < self._options.max_moving_bytes
 
     def _close(self) -> None:
         self._closing = True
 
-    def _post(
-        self,
-        stream: WriteStream,
-        work_out: Callable[[], Sequence[Region] | Pieces],
-        then: Callable[[], None],
-    ) -> None:
+    def _post(self, stream: WriteStream[Part], parts: Sequence[Part]) -> None:
         if stream.stopped:
             return
         started = time.perf_counter()
         try:
-            what = work_out()
+            what = stream.work_out(parts)
+            beside = None if stream.beside is None else self._beside.submit(stream.beside, parts)
             write = self._agent.write(stream.peer_name, what)
         except PeerUnreachable as error:
             self._fail(stream, TransferFailed(f"{stream.peer_name} cannot be written to: {error}"))
@@ -153,12 +154,7 @@ class TransferThread:
         metrics.DESCRIPTORS.inc(len(what))
         stream.num_moving += 1
         self._count_moving(stream, write.num_bytes)
-        self._moving.append(_Posted(write, stream, time.monotonic()))
-        try:
-            then()
-        except Exception as error:  # likewise
-            logger.exception("what follows a write to %s failed", stream.peer_name)
-            self._fail(stream, error)
+        self._moving.append(_Posted(write, stream, time.monotonic(), beside))
 
     def _poll(self) -> None:
         if self._moving:
@@ -175,6 +171,12 @@ class TransferThread:
                     stream, TransferFailed(f"a write to {stream.peer_name} stalled for {self._options.stall_s} s")
                 )
             return False
+        if posted.beside is not None:
+            if not posted.beside.done():
+                return False
+            if (error := posted.beside.exception()) is not None:
+                logger.error("what goes beside a write to %s failed", stream.peer_name, exc_info=error)
+                self._fail(stream, TransferFailed(f"what goes beside a write to {stream.peer_name} failed: {error!r}"))
         if state is WriteState.DONE:
             self._done_at[stream.peer_name] = now
             stream.sent_bytes += posted.write.num_bytes
@@ -189,7 +191,7 @@ class TransferThread:
             self._resolve(stream)
         return True
 
-    def _count_moving(self, stream: WriteStream, num_bytes: int) -> None:
+    def _count_moving(self, stream: WriteStream[Any], num_bytes: int) -> None:
         self._moving_bytes[stream.peer_name] += num_bytes
         if not self._moving_bytes[stream.peer_name]:
             del self._moving_bytes[stream.peer_name]  # peers come and go
@@ -199,12 +201,12 @@ class TransferThread:
         moved_at = max(posted.posted_at, self._done_at.get(posted.stream.peer_name, posted.posted_at))
         return now - moved_at > self._options.stall_s or now - posted.posted_at > self._options.most_s
 
-    def _drain(self, stream: WriteStream, drained: asyncio.Future[None]) -> None:
+    def _drain(self, stream: WriteStream[Any], drained: asyncio.Future[None]) -> None:
         stream.waiting.append(drained)
         if stream.num_moving == 0:
             self._resolve(stream)
 
-    def _resolve(self, stream: WriteStream) -> None:
+    def _resolve(self, stream: WriteStream[Any]) -> None:
         for drained in stream.waiting:
             self._loop.call_soon_threadsafe(_set_result, drained, None)
         stream.waiting.clear()
@@ -217,7 +219,7 @@ class TransferThread:
         else:
             self._loop.call_soon_threadsafe(_set_result, result, value)
 
-    def _fail(self, stream: WriteStream, error: Exception) -> None:
+    def _fail(self, stream: WriteStream[Any], error: Exception) -> None:
         stream.stopped = True
         if not stream.has_failed:
             stream.has_failed = True

@@ -1,7 +1,8 @@
 """What the transfer thread does next: calls first, then the writes of one stream after the other, in turn. Thread-safe.
 
 A stream that somebody waits for, since its sequence has its first token already, goes before those that are still being
-computed.
+computed. What a stream has queued meanwhile is taken together, up to a bound: each write that is posted costs time
+beyond that of its bytes, and others wait for their turn.
 """
 
 from __future__ import annotations
@@ -10,43 +11,63 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 Stream = TypeVar("Stream", bound=Hashable)
-Job = Callable[[], None]
+Part = TypeVar("Part")
+Job: TypeAlias = Callable[[], None]
 
 
-class WriteQueue(Generic[Stream]):
-    """Any thread puts, one takes. `max_writes` bounds those of each stream: one that is full keeps nobody else back."""
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[Stream, Part]):
+    """Parts to be written at once, in the order they were put."""
 
-    def __init__(self, max_writes: int) -> None:
-        self._max_writes = max_writes
-        self._num_writes: Counter[Stream] = Counter()
+    stream: Stream
+    parts: list[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued(Generic[Part]):
+    part: Part
+    num_bytes: int
+
+
+class WriteQueue(Generic[Stream, Part]):
+    """Any thread puts, one takes. `max_parts` bounds those of each stream: one that is full keeps nobody else back.
+
+    A batch of more than one part has at most `max_batch_bytes`.
+    """
+
+    def __init__(self, max_parts: int, max_batch_bytes: int) -> None:
+        self._max_parts = max_parts
+        self._max_batch_bytes = max_batch_bytes
+        self._num_parts: Counter[Stream] = Counter()
         self._changed = threading.Condition()
         self._calls: deque[Job] = deque()
-        self._awaited: OrderedDict[Stream, deque[tuple[Job, bool]]] = OrderedDict()  # whose turn it is comes first
-        self._others: OrderedDict[Stream, deque[tuple[Job, bool]]] = OrderedDict()
+        self._awaited: OrderedDict[Stream, deque[_Queued[Part] | Job]] = OrderedDict()  # whose turn it is comes first
+        self._others: OrderedDict[Stream, deque[_Queued[Part] | Job]] = OrderedDict()
 
     def __len__(self) -> int:
-        return self._num_writes.total()
+        return self._num_parts.total()
 
-    def put(self, stream: Stream, write: Job, timeout_s: float) -> bool:
-        """Behind the other writes of its stream. Waits while there are too many of them; False if it stays so."""
+    def put(self, stream: Stream, part: Part, num_bytes: int, timeout_s: float) -> bool:
+        """Behind the other parts of its stream. Waits while there are too many of them; False if it stays so."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._num_writes[stream] < self._max_writes, timeout_s):
+            if not self._changed.wait_for(lambda: self._num_parts[stream] < self._max_parts, timeout_s):
                 return False
-            self._num_writes[stream] += 1
-            self._put(stream, write, is_write=True)
+            self._num_parts[stream] += 1
+            self._put(stream, _Queued(part, num_bytes))
             return True
 
     def put_end(self, stream: Stream, job: Job) -> None:
-        """Behind the writes of its stream, which somebody waits for from now on. However full the queue is."""
+        """Behind the parts of its stream, which somebody waits for from now on. However full the queue is."""
         with self._changed:
             if stream in self._others:
                 self._awaited[stream] = self._others.pop(stream)
             else:
                 self._awaited.setdefault(stream, deque())
-            self._put(stream, job, is_write=False)
+            self._put(stream, job)
 
     def call(self, job: Job) -> None:
         """Before everything but earlier calls."""
@@ -54,37 +75,53 @@ class WriteQueue(Generic[Stream]):
             self._calls.append(job)
             self._changed.notify_all()
 
-    def get(self, is_ready: Callable[[Stream], bool], timeout_s: float | None) -> Job | None:
-        """The next job, of streams that are ready; None if there is none in time."""
+    def get(self, is_ready: Callable[[Stream], bool], timeout_s: float | None) -> Batch[Stream, Part] | Job | None:
+        """What is next, of streams that are ready; None if there is nothing in time."""
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while (job := self._take(is_ready)) is None:
+            while (found := self._take(is_ready)) is None:
                 remaining_s = None if give_up_at is None else give_up_at - time.monotonic()
                 if remaining_s is not None and remaining_s <= 0:
                     return None
                 self._changed.wait(remaining_s)
-            return job
+            return found
 
-    def _put(self, stream: Stream, job: Job, *, is_write: bool) -> None:
+    def _put(self, stream: Stream, queued: _Queued[Part] | Job) -> None:
         streams = self._awaited if stream in self._awaited else self._others
-        streams.setdefault(stream, deque()).append((job, is_write))
+        streams.setdefault(stream, deque()).append(queued)
         self._changed.notify_all()
 
-    def _take(self, is_ready: Callable[[Stream], bool]) -> Job | None:
+    def _take(self, is_ready: Callable[[Stream], bool]) -> Batch[Stream, Part] | Job | None:
         if self._calls:
             return self._calls.popleft()
         for streams in (self._awaited, self._others):
-            for stream, jobs in streams.items():
+            for stream, queued in streams.items():
                 if is_ready(stream):
-                    job, is_write = jobs.popleft()
-                    if jobs:
+                    found = self._next(stream, queued)
+                    if queued:
                         streams.move_to_end(stream)
                     else:
                         del streams[stream]
-                    if is_write:
-                        self._num_writes[stream] -= 1
-                        if not self._num_writes[stream]:
-                            del self._num_writes[stream]
-                        self._changed.notify_all()  # there is room
-                    return job
+                    return found
         return None
+
+    def _next(self, stream: Stream, queued: deque[_Queued[Part] | Job]) -> Batch[Stream, Part] | Job:
+        """The end that is first, or the parts before it."""
+        parts, num_bytes = list[Part](), 0
+        while queued:
+            first = queued[0]
+            if not isinstance(first, _Queued):
+                if not parts:
+                    queued.popleft()
+                    return first
+                break
+            num_bytes += first.num_bytes
+            if parts and num_bytes > self._max_batch_bytes:
+                break
+            parts.append(first.part)
+            queued.popleft()
+        self._num_parts[stream] -= len(parts)
+        if not self._num_parts[stream]:
+            del self._num_parts[stream]
+        self._changed.notify_all()  # there is room
+        return Batch(stream, parts)

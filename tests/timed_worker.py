@@ -27,6 +27,7 @@ from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from kvtransfer.peer import PeerOptions
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import PeerDescription, SenderIdentity
+from kvtransfer.transfer_thread import TransferOptions
 from model.block_pool import BlockPool
 from model.block_sums import BlockSums
 from model.engine import Engine
@@ -124,6 +125,7 @@ class TimedWorker:
             identity,
             sums=sums,
             peer_options=FAST_PEER,
+            transfer_options=TransferOptions(max_batch_bytes=0),  # a write for each layer: tests count them
             open_client=seams.open_client,
         )
         self.prefill = PrefillService(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -73,12 +74,15 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(decode_blocks: int = 32, *, stall_s: float = 0.5, **agent_options: Any) -> AsyncIterator[Pair]:
+async def pair(
+    decode_blocks: int = 32, *, stall_s: float = 0.5, max_batch_bytes: int = 0, **agent_options: Any
+) -> AsyncIterator[Pair]:
     network = LoopbackNetwork()
     decode_cache, prefill_cache = Cache(num_blocks=decode_blocks, fill=0), Cache()
     decode = DecodeSide(loopback(network, "decode", decode_cache), decode_cache)
     await decode.start()
-    prefill = PrefillSide(loopback(network, "prefill", prefill_cache, **agent_options), prefill_cache, stall_s=stall_s)
+    agent = loopback(network, "prefill", prefill_cache, **agent_options)
+    prefill = PrefillSide(agent, prefill_cache, stall_s=stall_s, max_batch_bytes=max_batch_bytes)
     both = Pair(network, prefill, decode)
     try:
         yield both
@@ -192,6 +196,28 @@ async def test_commit_before_all_is_written_is_our_defect() -> None:
             await outgoing.commit(1, 2 * BLOCK)
         assert both.decode.committed == {}
         both.prefill.pool.release(blocks)
+        await both.at_rest()
+
+
+async def test_what_was_computed_while_the_link_was_busy_arrives_in_one_write() -> None:
+    """Two chunks of scattered blocks, whose layers are queued one by one."""
+    async with pair(max_batch_bytes=1 << 20) as both:
+        go_on, others = threading.Event(), both.prefill.pool.allocate(8)
+        blocks = [others[index] for index in (5, 1, 2, 7, 0)]
+        outgoing = await both.reserve("a", 5 * BLOCK)
+        outgoing.hold(blocks)
+        busy = both.prefill.sender._thread.run(lambda: go_on.wait(5))
+        for first, stop in ((0, 3), (3, 5)):
+            for layer in range(LAYOUT.num_layers):
+                outgoing.write(layer, first, blocks[first:stop])
+        go_on.set()
+        assert await busy
+        await outgoing.commit(11, 5 * BLOCK)
+        received = both.decode.committed["a"].block_ids
+        assert both.prefill.agent.num_writes == 1
+        assert np.array_equal(both.decode.cache.blocks(received), both.prefill.cache.blocks(blocks))
+        both.prefill.pool.release(others)
+        both.decode.pool.release(received)
         await both.at_rest()
 
 

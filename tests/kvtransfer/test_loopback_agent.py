@@ -41,7 +41,7 @@ def test_pieces_arrive_where_they_should_and_nowhere_else() -> None:
     two = Two()
     here, there = (cache.array.reshape(-1, 32) for cache in (two.here, two.there))
     ours, theirs = (Grid(cache.address, 32, cache.num_bytes // 32) for cache in (two.here, two.there))
-    write = two.agent.write("b", Pieces(ours, theirs, [5, 6, 2], [0, 1, 9]))
+    write = two.agent.write("b", Pieces(ours, theirs, np.array([5, 6, 2], np.int32), np.array([0, 1, 9], np.int32)))
     assert (write.poll(), write.num_bytes) == (WriteState.DONE, 96)
     assert np.array_equal(there[[0, 1, 9]], here[[5, 6, 2]])
     assert not np.delete(there, [0, 1, 9], axis=0).any()

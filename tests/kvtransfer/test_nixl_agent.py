@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kvtransfer.agent import Grid, PeerUnreachable, Pieces, Region, Write, WriteState
@@ -152,7 +153,7 @@ def test_memory_that_the_peer_did_not_register_is_refused(agent: NixlAgent, cach
         here = Grid(cache.address, LAYOUT.block_bytes, local * NUM_BLOCKS)
         there = Grid(peer.span.base_address, LAYOUT.block_bytes, remote * NUM_BLOCKS)
         with pytest.raises(PeerUnreachable, match="could not be prepared"):
-            agent.write(peer.name, Pieces(here, there, [0], [0]))
+            agent.write(peer.name, Pieces(here, there, np.zeros(1, np.int32), np.zeros(1, np.int32)))
     agent.disconnect(peer.name)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvtransfer.transfer_thread import TransferOptions, TransferThread, WriteStr
 from tests.kvtransfer.cache import Cache
 
 STALL_S = 0.4
+OPTIONS = TransferOptions(STALL_S, max_queued_writes=2, max_batch_bytes=64, max_moving_bytes=100)
 
 
 class Turns:
@@ -34,23 +36,27 @@ class Turns:
 class Rig:
     """A thread over an agent that is connected to one peer, and a stream to it."""
 
-    def __init__(self, most_s: float = 60.0, **agent_options: Any) -> None:
+    def __init__(self, options: TransferOptions, **agent_options: Any) -> None:
         network, here, there = LoopbackNetwork(), Cache(), Cache(fill=0)
         self.there = there
         self.agent = LoopbackAgent(network, "a", here.address, here.num_bytes, **agent_options)
         self.peer = LoopbackAgent(network, "b", there.address, there.num_bytes)
         self.agent.connect("b", self.peer.metadata(), -1)
-        self.regions = [Region(here.address, there.address, 64)]
+        self.region = Region(here.address, there.address, 64)
         self.errors: list[Exception] = []
-        self.stream = WriteStream("b", self.errors.append)
-        self.thread = TransferThread(
-            self.agent, options=TransferOptions(STALL_S, most_s=most_s, max_queued_writes=2, max_moving_bytes=100)
-        )
+        self.stream = self.new_stream()
+        self.thread = TransferThread(self.agent, options=options)
+
+    def new_stream(self, beside: Callable[[Sequence[Region]], None] | None = None) -> WriteStream[Region]:
+        return WriteStream("b", self.errors.append, lambda regions: regions, beside)
+
+    def post(self, stream: WriteStream[Region], region: Region | None = None) -> None:
+        self.thread.post(stream, region or self.region, 64)
 
 
 @asynccontextmanager
-async def rig(most_s: float = 60.0, **agent_options: Any) -> AsyncIterator[Rig]:
-    rig = Rig(most_s, **agent_options)
+async def rig(most_s: float = 60.0, max_batch_bytes: int = 64, **agent_options: Any) -> AsyncIterator[Rig]:
+    rig = Rig(replace(OPTIONS, most_s=most_s, max_batch_bytes=max_batch_bytes), **agent_options)
     yield rig
     await rig.thread.close()
 
@@ -58,7 +64,7 @@ async def rig(most_s: float = 60.0, **agent_options: Any) -> AsyncIterator[Rig]:
 async def test_drain_waits_for_all_that_was_queued_before() -> None:
     async with rig() as it:
         for _ in range(10):
-            await asyncio.to_thread(it.thread.post, it.stream, lambda: it.regions)
+            await asyncio.to_thread(it.post, it.stream)
         await it.thread.drain(it.stream)
         assert it.stream.sent_bytes == 640
         assert it.errors == []
@@ -68,22 +74,22 @@ async def test_full_queue_holds_the_caller_up_and_then_refuses() -> None:
     async with rig() as it:
         go_on = threading.Event()
         blocked = it.thread.run(go_on.wait)
-        it.thread.post(it.stream, lambda: it.regions)
-        it.thread.post(it.stream, lambda: it.regions)
+        it.post(it.stream)
+        it.post(it.stream)
         with pytest.raises(TransferFailed, match="2 writes are queued"):
-            await asyncio.to_thread(it.thread.post, it.stream, lambda: it.regions)
+            await asyncio.to_thread(it.post, it.stream)
         go_on.set()
         await blocked
         await it.thread.drain(it.stream)
         assert it.stream.sent_bytes == 128
-        it.thread.post(it.stream, lambda: it.regions)  # there is room again
+        it.post(it.stream)  # there is room again
 
 
 async def test_stopped_stream_posts_nothing_more() -> None:
     async with rig() as it:
         go_on = threading.Event()
         it.thread.run(go_on.wait)
-        it.thread.post(it.stream, lambda: it.regions)
+        it.post(it.stream)
         it.stream.stopped = True
         go_on.set()
         await it.thread.drain(it.stream)
@@ -93,15 +99,15 @@ async def test_stopped_stream_posts_nothing_more() -> None:
 
 async def test_wrong_write_ends_its_own_stream_only(caplog: pytest.LogCaptureFixture) -> None:
     async with rig() as it:
-        it.thread.post(it.stream, lambda: [Region(0, 0, 64)])
-        it.thread.post(it.stream, lambda: it.regions)
+        it.post(it.stream, Region(0, 0, 64))
+        it.post(it.stream)
         await it.thread.drain(it.stream)
         await asyncio.sleep(0)
         assert [type(error) for error in it.errors] == [ValueError]
         assert it.stream.stopped
         assert "could not be posted" in caplog.text
-        other = WriteStream("b", it.errors.append)
-        it.thread.post(other, lambda: it.regions)
+        other = it.new_stream()
+        it.post(other)
         await it.thread.drain(other)
         assert other.sent_bytes == 64
 
@@ -118,7 +124,7 @@ async def test_peer_that_takes_nothing_gets_no_more_than_may_move() -> None:
     now = 0.0
     async with rig(completion_delay_s=0.05, clock=lambda: now) as it:
         for _ in range(4):
-            await asyncio.to_thread(it.thread.post, it.stream, lambda: it.regions)
+            await asyncio.to_thread(it.post, it.stream)
         draining = it.thread.drain(it.stream)
         await asyncio.sleep(0.03)
         assert it.agent.num_writes == 2
@@ -139,9 +145,9 @@ async def test_write_that_waits_its_turn_has_not_stalled(most_s: float, num_ende
         writes = [Turns() for _ in range(5)]
         posted = iter(writes)
         it.agent.write = lambda *_: next(posted)  # type: ignore[method-assign, assignment]
-        streams = [WriteStream("b", it.errors.append) for _ in writes]
+        streams = [it.new_stream() for _ in writes]
         for stream in streams:
-            await asyncio.to_thread(it.thread.post, stream, lambda: it.regions)
+            await asyncio.to_thread(it.post, stream)
         for write, stream in zip(writes, streams, strict=True):
             await asyncio.sleep(0.5 * STALL_S)
             if stream.stopped:
@@ -160,7 +166,7 @@ async def test_last_write_that_moves_stalls_after_the_others_have_ended() -> Non
         posted = iter(writes)
         it.agent.write = lambda *_: next(posted)  # type: ignore[method-assign, assignment]
         for _ in writes:
-            await asyncio.to_thread(it.thread.post, it.stream, lambda: it.regions)
+            await asyncio.to_thread(it.post, it.stream)
         await asyncio.sleep(0.5 * STALL_S)
         writes[0].state = WriteState.DONE
         await asyncio.sleep(0.75 * STALL_S)
@@ -168,3 +174,51 @@ async def test_last_write_that_moves_stalls_after_the_others_have_ended() -> Non
         await asyncio.sleep(0.5 * STALL_S)
         assert [str(error) for error in it.errors] == ["a write to b stalled for 0.4 s"]
         writes[1].state = WriteState.FAILED
+
+
+async def test_parts_that_wait_are_posted_as_one_write() -> None:
+    async with rig(max_batch_bytes=128) as it:
+        go_on = threading.Event()
+        it.thread.run(go_on.wait)
+        it.post(it.stream)
+        it.post(it.stream)
+        go_on.set()
+        await it.thread.drain(it.stream)
+        assert it.agent.num_writes == 1
+        assert it.stream.sent_bytes == 128
+
+
+async def test_write_has_not_ended_before_what_goes_beside_it() -> None:
+    async with rig() as it:
+        seen, go_on = list[Region](), threading.Event()
+
+        def beside(regions: Sequence[Region]) -> None:
+            go_on.wait(5)
+            seen.extend(regions)
+
+        stream = it.new_stream(beside)
+        it.post(stream)
+        draining = it.thread.drain(stream)
+        await asyncio.sleep(0.02)
+        assert it.agent.num_writes == 1  # it did not wait with the write itself
+        assert not draining.done()
+        go_on.set()
+        await draining
+        assert seen == [it.region]
+        assert stream.sent_bytes == 64
+
+
+async def test_what_fails_beside_a_write_fails_its_own_stream_only(caplog: pytest.LogCaptureFixture) -> None:
+    async with rig() as it:
+        stream, other = it.new_stream(lambda _: [][0]), it.new_stream(lambda _: None)
+        it.post(stream)
+        it.post(other)
+        await it.thread.drain(stream)
+        await it.thread.drain(other)
+        await asyncio.sleep(0)
+        assert [str(error) for error in it.errors] == [
+            "what goes beside a write to b failed: IndexError('list index out of range')"
+        ]
+        assert stream.stopped
+        assert not other.stopped
+        assert "goes beside a write" in caplog.text

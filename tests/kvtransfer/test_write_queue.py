@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvtransfer.write_queue import WriteQueue
+from kvtransfer.write_queue import Batch, WriteQueue
 
 
 class Rig:
-    def __init__(self, max_writes: int = 100) -> None:
-        self.queue = WriteQueue[str](max_writes)
+    """Parts are names, of 10 bytes each; a batch has 10 unless said otherwise."""
+
+    def __init__(self, max_parts: int = 100, max_batch_bytes: int = 10) -> None:
+        self.queue = WriteQueue[str, str](max_parts, max_batch_bytes)
         self.done: list[str] = []
 
     def job(self, name: str) -> Callable[[], None]:
@@ -18,16 +20,20 @@ class Rig:
 
     def put(self, stream: str, count: int, first: int = 0) -> None:
         for index in range(first, first + count):
-            assert self.queue.put(stream, self.job(f"{stream}{index}"), 0)
+            assert self.queue.put(stream, f"{stream}{index}", 10, 0)
 
     def take(self, count: int = 100, blocked: str = "") -> list[str]:
-        """What the next jobs are; of streams whose names are in `blocked` there are none."""
+        """What comes next; of streams whose names are in `blocked` nothing does. Parts of a batch are joined by +."""
         self.done = []
         for _ in range(count):
-            job = self.queue.get(lambda stream: stream not in blocked, 0)
-            if job is None:
+            found = self.queue.get(lambda stream: stream not in blocked, 0)
+            if found is None:
                 break
-            job()
+            if isinstance(found, Batch):
+                assert all(part.startswith(found.stream) for part in found.parts)
+                self.done.append("+".join(found.parts))
+            else:
+                found()
         return self.done
 
 
@@ -49,6 +55,21 @@ def test_who_is_waited_for_goes_first_and_hears_of_its_end_behind_its_writes() -
     rig.queue.put_end("c", rig.job("c is done"))
     rig.put("b", 1, first=2)  # behind the end: somebody waits for what was there before
     assert rig.take() == ["b0", "c0", "b1", "c1", "b is done", "c is done", "b2", "a0", "a1", "a2"]
+
+
+def test_what_a_stream_has_queued_is_taken_together_up_to_a_bound_and_to_an_end() -> None:
+    rig = Rig(max_batch_bytes=35)
+    rig.put("a", 8)
+    rig.put("b", 2)
+    rig.queue.put_end("b", rig.job("b is done"))
+    rig.put("b", 1, first=2)
+    assert rig.take() == ["b0+b1", "b is done", "b2", "a0+a1+a2", "a3+a4+a5", "a6+a7"]
+
+
+def test_part_beyond_the_bound_is_taken_alone() -> None:
+    rig = Rig(max_batch_bytes=9)
+    rig.put("a", 2)
+    assert rig.take() == ["a0", "a1"]
 
 
 def test_end_of_a_stream_that_has_nothing_queued() -> None:
@@ -77,17 +98,27 @@ def test_stream_that_is_not_ready_keeps_nobody_back() -> None:
 
 
 def test_full_stream_makes_room_by_what_is_taken_and_keeps_nobody_else_back() -> None:
-    rig = Rig(max_writes=2)
+    rig = Rig(max_parts=2)
     rig.put("a", 2)
-    assert not rig.queue.put("a", rig.job("a2"), 0.01)
+    assert not rig.queue.put("a", "a2", 10, 0.01)
     rig.put("b", 1)
     rig.queue.put_end("a", rig.job("a is done"))  # no write, and so never held up
-    waiting = threading.Thread(target=lambda: rig.queue.put("a", rig.job("a2"), 10))
+    waiting = threading.Thread(target=lambda: rig.queue.put("a", "a2", 10, 10))
     waiting.start()
     assert rig.take(1) == ["a0"]
     waiting.join(5)
     assert not waiting.is_alive()
     assert rig.take() == ["a1", "a is done", "a2", "b0"]
+
+
+def test_batch_makes_room_for_as_many_as_it_has() -> None:
+    rig = Rig(max_parts=3, max_batch_bytes=20)
+    rig.put("a", 3)
+    assert rig.take(1) == ["a0+a1"]
+    rig.put("a", 2, first=3)
+    assert not rig.queue.put("a", "a5", 10, 0)
+    assert rig.take() == ["a2+a3", "a4"]
+    assert len(rig.queue) == 0
 
 
 def test_who_waits_for_a_job_is_woken() -> None:

@@ -181,7 +181,7 @@ def parts(regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
 class MovingWrite:
     """It may land before `until`, though its sender has been told that it failed."""
 
-    stream: WriteStream
+    stream: WriteStream[Any]
     regions: Sequence[Region]
     local: Memory
     ended: Callable[[Exception | None], None]
@@ -195,8 +195,8 @@ class Transport:
     def __init__(self, memories: Memories, local: Memory, loop: VirtualLoop) -> None:
         self._memories, self._local, self._loop = memories, local, loop
         self._is_dead = False
-        self._num_moving: dict[WriteStream, int] = {}
-        self._draining: list[tuple[WriteStream, asyncio.Future[None]]] = []
+        self._num_moving: dict[WriteStream[Any], int] = {}
+        self._draining: list[tuple[WriteStream[Any], asyncio.Future[None]]] = []
 
     def die(self) -> None:
         """With its process. What it has posted may land for a while."""
@@ -205,15 +205,10 @@ class Transport:
             if write.local is self._local and not write.is_reported:
                 write.is_reported, write.until = True, self._loop.time() + STRAY_S
 
-    def post(
-        self,
-        stream: WriteStream,
-        what: Callable[[], Sequence[Region] | Pieces],
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
+    def post(self, stream: WriteStream[Any], part: Any, num_bytes: int) -> None:
         if not stream.stopped and not self._is_dead:
             try:
-                found = what()
+                found = stream.work_out([part])
             except LeaseExpired as error:
                 self._fail(stream, error)
                 return
@@ -223,9 +218,10 @@ class Transport:
             self._memories.writes.append(write)
             if not self._memories.are_slow:
                 self._memories.land(write)
-            then()
+            if stream.beside is not None:
+                stream.beside([part])
 
-    def drain(self, stream: WriteStream) -> asyncio.Future[None]:
+    def drain(self, stream: WriteStream[Any]) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
         self._draining.append((stream, future))
         self._resolve()
@@ -248,7 +244,7 @@ class Transport:
             self._fail(stream, error)
         self._loop.call_soon(self._resolve)
 
-    def _fail(self, stream: WriteStream, error: Exception) -> None:
+    def _fail(self, stream: WriteStream[Any], error: Exception) -> None:
         stream.stopped = True
         if not stream.has_failed:
             stream.has_failed = True

@@ -123,7 +123,15 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
 class PrefillSide:
     """A prefill worker without a model: a pool, a cache full of noise, and a sender."""
 
-    def __init__(self, agent: LoopbackAgent, cache: Cache, *, layout: KVLayout = LAYOUT, stall_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        agent: LoopbackAgent,
+        cache: Cache,
+        *,
+        layout: KVLayout = LAYOUT,
+        stall_s: float = 0.5,
+        max_batch_bytes: int = 0,  # a write for each layer: tests count them
+    ) -> None:
         self.agent, self.cache = agent, cache
         self.pool = BlockPool(cache.array.shape[1])
         self.sender = Sender(
@@ -132,7 +140,7 @@ class PrefillSide:
             CacheSpan(layout, cache.address, self.pool.num_blocks),
             SenderIdentity("prefill-0", secrets.token_hex(4)),
             peer_options=FAST_PEER,
-            transfer_options=TransferOptions(stall_s=stall_s),
+            transfer_options=TransferOptions(stall_s=stall_s, max_batch_bytes=max_batch_bytes),
         )
 
     async def stop(self) -> None:
