@@ -142,6 +142,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     sender = messages.heartbeat_sender(heartbeat)
                     self.receiver.sender_attached(sender.epoch)
                 ended = self.receiver.heartbeat(sender, heartbeat.ticket_ids, heartbeat.heard_at)
+                self.receiver.written(sender.epoch, heartbeat.num_written_blocks)
                 yield decode_pb2.HeartbeatResponse(
                     ended_ticket_ids=ended, number=heartbeat.number, now=self.receiver.now
                 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import grpc.aio
 
 from kvtransfer import messages
 from kvtransfer.errors import TransferFailed
-from kvtransfer.ticket import HandoverRecord, PeerDescription, Renewal, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import HandoverRecord, Heartbeat, PeerDescription, Renewal, Reservation, SenderIdentity, Ticket
 from model.kv_layout import KVLayout
 from protos import decode_pb2, decode_pb2_grpc
 from protos.channel import service_errors
@@ -45,9 +45,9 @@ class DecodeClient:
             await self._stub.Release(request, timeout=timeout_s)
 
     async def attach(
-        self, sender: SenderIdentity, heartbeats: AsyncIterator[Sequence[str]], silence_s: float
+        self, sender: SenderIdentity, heartbeats: AsyncIterator[Heartbeat], silence_s: float
     ) -> AsyncGenerator[Renewal, None]:
-        """Sends the ids of the tickets being written, yields what is answered. It ends only by an error.
+        """Sends heartbeats, yields what is answered. It ends only by an error.
 
         Raises TransferFailed if the worker ends the stream or does not answer for `silence_s`.
         """
@@ -56,10 +56,10 @@ class DecodeClient:
 
         async def numbered() -> AsyncIterator[decode_pb2.Heartbeat]:
             number = 0
-            async for ticket_ids in heartbeats:
+            async for heartbeat in heartbeats:
                 number += 1
                 sent_at[number] = asyncio.get_running_loop().time()
-                yield messages.heartbeat_to_message(sender, ticket_ids, number, heard_at)
+                yield messages.heartbeat_to_message(sender, heartbeat, number, heard_at)
 
         call = self._stub.Attach(numbered())
         try:

@@ -7,7 +7,7 @@ for its answer any more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
@@ -18,7 +18,7 @@ from kvtransfer.decode_client import DecodeClient
 from kvtransfer.errors import TransferFailed
 from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.faults import Fault, Stage, Target
-from kvtransfer.ticket import HandoverRecord, PeerDescription, Renewal, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import HandoverRecord, Heartbeat, PeerDescription, Renewal, Reservation, SenderIdentity, Ticket
 from model.kv_layout import KVLayout
 from protos.errors import DeadlineExceeded
 
@@ -83,7 +83,7 @@ class FaultyClient(DecodeClient):
         )
 
     async def attach(
-        self, sender: SenderIdentity, heartbeats: AsyncIterator[Sequence[str]], silence_s: float
+        self, sender: SenderIdentity, heartbeats: AsyncIterator[Heartbeat], silence_s: float
     ) -> AsyncGenerator[Renewal, None]:
         answers = super().attach(sender, self._heartbeats(heartbeats), silence_s)
         clock = asyncio.get_running_loop().time
@@ -155,14 +155,14 @@ class FaultyClient(DecodeClient):
         await asyncio.sleep(hits.get(Fault.DELAY, 0.0))
         return damage_answer(answer) if Fault.CORRUPT in hits else answer
 
-    async def _heartbeats(self, heartbeats: AsyncIterator[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
-        async for ticket_ids in heartbeats:
+    async def _heartbeats(self, heartbeats: AsyncIterator[Heartbeat]) -> AsyncIterator[Heartbeat]:
+        async for heartbeat in heartbeats:
             hits = self._injector.hits(Target.HEARTBEAT)
             await asyncio.sleep(hits.get(Fault.DELAY, 0.0))
             if Fault.CORRUPT in hits:
-                ticket_ids = [_DAMAGED, *ticket_ids[1:]]
+                heartbeat = replace(heartbeat, ticket_ids=[_DAMAGED, *heartbeat.ticket_ids[1:]])
             for _ in range(0 if Fault.DROP in hits else 1 + (Fault.DUPLICATE in hits)):
-                yield ticket_ids
+                yield heartbeat
 
     def _own(self, delivery: asyncio.Future[Any]) -> None:
         self._deliveries.add(delivery)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 
-from kvtransfer.ticket import HandoverRecord, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import HandoverRecord, Heartbeat, PeerDescription, Reservation, SenderIdentity, Ticket
 from model.kv_layout import KVLayout
 from protos import decode_pb2 as pb
 from protos.errors import InvalidArgument
@@ -132,13 +131,12 @@ def record_from_message(message: pb.HandoverRecord) -> HandoverRecord:
     )
 
 
-def heartbeat_to_message(
-    sender: SenderIdentity, ticket_ids: Iterable[str], number: int, heard_at: float
-) -> pb.Heartbeat:
+def heartbeat_to_message(sender: SenderIdentity, heartbeat: Heartbeat, number: int, heard_at: float) -> pb.Heartbeat:
     return pb.Heartbeat(
         sender_epoch=sender.epoch,
         sender_worker_id=sender.worker_id,
-        ticket_ids=ticket_ids,
+        ticket_ids=heartbeat.ticket_ids,
+        num_written_blocks=heartbeat.num_written_blocks,
         number=number,
         heard_at=heard_at,
     )

@@ -10,15 +10,15 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvtransfer import metrics
-from kvtransfer.agent import Indices, Pieces
+from kvtransfer.agent import Pieces
 from kvtransfer.errors import IncompleteTransfer, TransferFailed
 from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.peer import Peer
+from kvtransfer.runs import Arrived, Part, Run, merged
 from kvtransfer.ticket import HandoverRecord, Reservation, SendStats, Ticket
 from kvtransfer.transfer_thread import TransferThread, WriteStream
 from model.block_pool import BlockPool
@@ -39,25 +39,6 @@ MAY_BECOME = {
     State.ENDING: {State.ENDED},
     State.ENDED: set[State](),
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """Consecutive blocks of the sequence that are written together: where they are here, and at the peer."""
-
-    local_ids: tuple[int, ...]
-    start: int  # index into the ticket's blocks
-    here: Indices
-    there: Indices
-    checked: tuple[tuple[int, int], ...]  # local block and slot of its sums
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """These layers of a run."""
-
-    run: _Run
-    layers: range
 
 
 class Outgoing:
@@ -86,9 +67,11 @@ class Outgoing:
         self._slots = {index: slot for slot, index in enumerate(ticket.checked)}
         self._own = own
         self._ended = ended
-        self._run: _Run | None = None  # the last one: its layers come one after the other
+        self._run: Run | None = None  # the last one: its layers come one after the other
         beside = None if sums is None else self._add_to_sums
-        self._stream = WriteStream[_Part](peer.agent_name, self._write_failed, self._work_out, beside)
+        self._arrived = Arrived(local.layout.num_layers)
+        arrived = None if sums is None else self._tell_arrived
+        self._stream = WriteStream[Part](peer.agent_name, self._write_failed, self._work_out, beside, arrived)
         self._held: set[int] = set()
         self._written = [0] * local.layout.num_layers  # bit i of layer l: ticket block i was queued
         self._state = State.OPEN
@@ -178,9 +161,9 @@ class Outgoing:
         for layer in layers:  # each a part, so that other sequences have their turn in between
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
             num_bytes = len(local_ids) * self._local.grid.piece_bytes
-            self._thread.post(self._stream, _Part(run, range(layer, layer + 1)), num_bytes)
+            self._thread.post(self._stream, Part(run, range(layer, layer + 1)), num_bytes)
 
-    def _new_run(self, start: int, local_ids: tuple[int, ...]) -> _Run:
+    def _new_run(self, start: int, local_ids: tuple[int, ...]) -> Run:
         remote_ids = self._ticket.block_ids[start : start + len(local_ids)]
         if len(remote_ids) != len(local_ids):
             raise ValueError(f"blocks {start} to {start + len(local_ids)} reach beyond the ticket's")
@@ -188,11 +171,11 @@ class Outgoing:
             raise ValueError("a local block is written from that is not held")
         slots = ((local_id, self._slots.get(start + index)) for index, local_id in enumerate(local_ids))
         checked = tuple((local_id, slot) for local_id, slot in slots if slot is not None)
-        return _Run(local_ids, start, np.array(local_ids, np.int32), np.array(remote_ids, np.int32), checked)
+        return Run(local_ids, start, np.array(local_ids, np.int32), np.array(remote_ids, np.int32), checked)
 
-    def _work_out(self, parts: Sequence[_Part]) -> Pieces:
+    def _work_out(self, parts: Sequence[Part]) -> Pieces:
         """On the transfer thread, when they are about to be posted."""
-        found = [pieces(self._local, self._peer.span, p.layers, p.run.here, p.run.there) for p in _merged(parts)]
+        found = [pieces(self._local, self._peer.span, p.layers, p.run.here, p.run.there) for p in merged(parts)]
         self._peer.check_lease(self._ticket.ticket_id)
         return (
             found[0]
@@ -205,13 +188,18 @@ class Outgoing:
             )
         )
 
-    def _add_to_sums(self, parts: Sequence[_Part]) -> None:
+    def _add_to_sums(self, parts: Sequence[Part]) -> None:
         """Beside the writes, which take as long."""
         assert self._sums is not None
-        for part in _merged(parts):
+        for part in merged(parts):
             if part.run.checked:
                 block_ids, slots = zip(*part.run.checked, strict=True)
                 self._sums.add(part.layers, block_ids, slots)
+
+    def _tell_arrived(self, parts: Sequence[Part]) -> None:
+        """Which blocks the peer may check already. On the transfer thread."""
+        if self._arrived.add(parts):
+            self._peer.written(self._ticket.ticket_id, self._arrived.num_blocks)
 
     async def _drained(self) -> None:
         await self._thread.drain(self._stream)
@@ -273,14 +261,3 @@ class Outgoing:
         self._pool.release(sorted(self._held))
         self._held.clear()
         self._ended(self)
-
-
-def _merged(parts: Sequence[_Part]) -> list[_Part]:
-    """One part for neighbouring layers of the same run."""
-    merged = list[_Part]()
-    for part in parts:
-        if merged and merged[-1].run is part.run and merged[-1].layers.stop == part.layers.start:
-            merged[-1] = replace(merged[-1], layers=range(merged[-1].layers.start, part.layers.stop))
-        else:
-            merged.append(part)
-    return merged

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from kvtransfer.geometry import CacheSpan
 from kvtransfer.ticket import (
     HandoverRecord,
     HandoverTarget,
+    Heartbeat,
     PeerDescription,
     Renewal,
     Reservation,
@@ -35,13 +36,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """`heartbeat_s` is shortened to a third of the shortest lease granted; a peer silent for `silence_s` is lost."""
+    """`heartbeat_s` is shortened to a third of the shortest lease granted; a peer silent for `silence_s` is lost.
+
+    A heartbeat comes before its time, `least_pause_s` after the last one at the earliest, when so many bytes have been
+    written under a ticket that the peer can start to check.
+    """
 
     heartbeat_s: float = 1.0
     silence_s: float = 10.0
     call_timeout_s: float = 5.0
     release_backoff_s: float = 0.05
     max_release_backoff_s: float = 2.0
+    told_bytes: int = 32 << 20
+    least_pause_s: float = 0.003
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +59,8 @@ class _Writing:
     lease_s: float
     added_at: float
     lease_ends_at: float
+    num_written: int = 0  # blocks, from the first on
+    num_told: int = 0
 
 
 class Peer:
@@ -75,16 +84,17 @@ class Peer:
         self._agent = agent
         self._options = options
         self._heartbeat_s = options.heartbeat_s
-        self._shortened = asyncio.Event()
+        self._is_early = asyncio.Event()  # the next heartbeat
+        self._loop = asyncio.get_running_loop()
         self._span = CacheSpan(description.layout, description.base_address, description.num_blocks)
-        self._clock = asyncio.get_running_loop().time
+        self._clock = self._loop.time
         self._asked_at: dict[str, float] = {}  # by the id of a ticket that is about to be added
         self._writing: dict[str, _Writing] = {}  # by ticket id
         self._releases: dict[str, asyncio.Task[None]] = {}  # by ticket id: given back, not yet acknowledged
         self._lost: Exception | None = None
         self._tell_lost: Callable[[Peer], None] | None = lost
         self._disconnected: asyncio.Future[None] | None = None
-        self._attached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._attached: asyncio.Future[None] = self._loop.create_future()
         self._attachment = asyncio.create_task(self._keep_attached())
         metrics.PEERS.inc()
 
@@ -126,7 +136,7 @@ class Peer:
         """Names this ticket in every heartbeat from now on; `failed` is called if it ends or the peer is lost."""
         if ticket.lease_s / 3 < self._heartbeat_s:
             self._heartbeat_s = ticket.lease_s / 3
-            self._shortened.set()  # or the first heartbeat that names it might come after its lease
+            self._is_early.set()  # or the first heartbeat that names it might come after its lease
         added_at = self._clock()
         ends_at = self._asked_at.pop(ticket.ticket_id, added_at) + ticket.lease_s
         self._writing[ticket.ticket_id] = _Writing(failed, ticket.lease_s, added_at, ends_at)
@@ -141,6 +151,14 @@ class Peer:
         writing = self._writing.get(ticket_id)
         if writing is None or self._clock() >= writing.lease_ends_at:
             raise LeaseExpired(f"the lease of ticket {ticket_id} has not been renewed in time, as far as is known here")
+
+    def written(self, ticket_id: str, num_blocks: int) -> None:
+        """So many of the ticket's blocks, from the first on, stay as they are now. Called on the transfer thread."""
+        writing = self._writing.get(ticket_id)
+        if writing is not None:
+            writing.num_written = num_blocks
+            if (num_blocks - writing.num_told) * self._span.layout.block_bytes >= self._options.told_bytes:
+                self._loop.call_soon_threadsafe(self._is_early.set)
 
     def remove(self, ticket_id: str) -> None:
         self._writing.pop(ticket_id, None)
@@ -197,13 +215,22 @@ class Peer:
         except ServiceError as error:
             self.lose(TransferFailed(f"the Attach stream to {self.agent_name} broke: {error}"))
 
-    async def _heartbeats(self) -> AsyncIterator[Sequence[str]]:
+    async def _heartbeats(self) -> AsyncIterator[Heartbeat]:
         while True:
-            yield [*self._writing, *self._releases]
+            yield Heartbeat([*self._writing, *self._releases], self._news())
+            await asyncio.sleep(self._options.least_pause_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_s):
-                    await self._shortened.wait()
-            self._shortened.clear()
+                    await self._is_early.wait()
+            self._is_early.clear()
+
+    def _news(self) -> dict[str, int]:
+        """What has been written since the last heartbeat, as `written` has it."""
+        news = dict[str, int]()
+        for ticket_id, writing in self._writing.items():
+            if (num_written := writing.num_written) > writing.num_told:
+                news[ticket_id] = writing.num_told = num_written
+        return news
 
     def _renewed(self, renewal: Renewal) -> None:
         ended = set(renewal.ended_ticket_ids)

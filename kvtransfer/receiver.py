@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvtransfer import metrics
 from kvtransfer.admission import Admission
 from kvtransfer.attempts import EndedAttempts, again
+from kvtransfer.block_checks import BlockChecks
 from kvtransfer.checks import check_reservation, misfit
 from kvtransfer.errors import (
     AttemptEnded,
@@ -64,7 +65,7 @@ class Receiver:
         self._options = options or ReceiverOptions()
         self._failed = failed
         self._clock = clock
-        self._verification = verification
+        self._checks = BlockChecks(verification)
         self._admission = Admission(pool, headroom=headroom, place_s=self._options.place_s, clock=clock)
         self._granting = Granting(
             pool,
@@ -116,6 +117,7 @@ class Receiver:
         self._check(reservation)
         lease = self._granting.lease(reservation)
         self._step(Event.GRANT, lease)
+        self._checks.start(lease.ticket)
         return lease.ticket
 
     def check_not_ended(self, attempt_id: str) -> None:
@@ -133,9 +135,7 @@ class Receiver:
         """
         lease = self._accept(record)
         try:
-            if self._verification is not None and lease.ticket.checked:
-                block_ids = [lease.ticket.block_ids[index] for index in lease.ticket.checked]
-                await self._verification.check(block_ids, record.checksums)
+            await self._checks.finish(lease.ticket.ticket_id, record.checksums)
         except CorruptBlocks as error:
             self._doubt(record, error)
             raise
@@ -205,6 +205,12 @@ class Receiver:
                 self._step(Event.FORGOTTEN, lease)
         return ended
 
+    def written(self, sender_epoch: str, num_blocks: Mapping[str, int]) -> None:
+        """By ticket id: so many of its blocks, from the first on, are written. Spares time when the record comes."""
+        for ticket_id, num_written in num_blocks.items():
+            if self._of_sender(ticket_id, sender_epoch) is not None:
+                self._checks.written(ticket_id, num_written)
+
     def sender_gone(self, sender_epoch: str) -> None:
         """An Attach stream of this sender ended. With its last one all its uncommitted tickets fail at once."""
         remaining = self._streams.get(sender_epoch, 0) - 1
@@ -264,7 +270,10 @@ class Receiver:
         _, effects = TRANSITIONS[State.NONE if lease is None else lease.state, event]
         if lease is not None:
             attempt_id = lease.reservation.attempt_id
-            self._leases.put(lease.after(event, self._clock(), error))
+            after = lease.after(event, self._clock(), error)
+            self._leases.put(after)
+            if after.state not in (State.LIVE, State.CHECKING):
+                self._checks.drop(after.ticket.ticket_id)
             if {Effect.HOLD, Effect.HAND_OVER, Effect.END} & set(effects):
                 metrics.TICKETS.labels(event.value).inc()
         for effect in effects:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from model.kv_layout import KVLayout
@@ -61,6 +62,15 @@ class Ticket:
     lease_s: float
     checked: tuple[int, ...] = ()  # indices of block_ids: the record has to have checksums of these
     mac: bytes = field(default=b"", repr=False)  # to be returned with the record or the release
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a sender says of its tickets: those that it may be writing under, and how many blocks are written by now of
+    some of them."""
+
+    ticket_ids: Sequence[str]
+    num_written_blocks: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,13 +52,14 @@ class WriteStream(Generic[Part]):
     `work_out` says, on the transfer thread, what is to be copied for parts that are about to be posted as one write.
     `beside` does for them, in one thread for all streams, what is no business of the transport and takes time: the
     write has not ended before it has. Setting `stopped` keeps what is queued from being posted; what was posted runs on
-    to its end.
+    to its end. `arrived` tells on the transfer thread of parts that are in the peer's memory.
     """
 
     peer_name: str
     failed: Callable[[Exception], None]
     work_out: Callable[[Sequence[Part]], Sequence[Region] | Pieces]
     beside: Callable[[Sequence[Part]], None] | None = None
+    arrived: Callable[[Sequence[Part]], None] | None = None
     stopped: bool = False
     sent_bytes: int = 0
     # the transfer thread's own:
@@ -71,6 +72,7 @@ class WriteStream(Generic[Part]):
 class _Posted:
     write: Write
     stream: WriteStream[Any]
+    parts: Sequence[Any]
     posted_at: float
     beside: Future[None] | None
 
@@ -154,7 +156,7 @@ class TransferThread:
         metrics.DESCRIPTORS.inc(len(what))
         stream.num_moving += 1
         self._count_moving(stream, write.num_bytes)
-        self._moving.append(_Posted(write, stream, time.monotonic(), beside))
+        self._moving.append(_Posted(write, stream, parts, time.monotonic(), beside))
 
     def _poll(self) -> None:
         if self._moving:
@@ -181,6 +183,7 @@ class TransferThread:
             self._done_at[stream.peer_name] = now
             stream.sent_bytes += posted.write.num_bytes
             metrics.SENT_BYTES.inc(posted.write.num_bytes)
+            self._tell_arrived(posted)
         else:
             self._fail(
                 stream, TransferFailed(f"a write of {posted.write.num_bytes} bytes to {stream.peer_name} failed")
@@ -190,6 +193,15 @@ class TransferThread:
         if stream.num_moving == 0:
             self._resolve(stream)
         return True
+
+    def _tell_arrived(self, posted: _Posted) -> None:
+        stream = posted.stream
+        if stream.arrived is not None:
+            try:
+                stream.arrived(posted.parts)
+            except Exception as error:  # likewise its own stream's end
+                logger.exception("it could not be told that a write to %s has arrived", stream.peer_name)
+                self._fail(stream, error)
 
     def _count_moving(self, stream: WriteStream[Any], num_bytes: int) -> None:
         self._moving_bytes[stream.peer_name] += num_bytes

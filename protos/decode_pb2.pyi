@@ -493,11 +493,32 @@ Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NumWrittenBlocksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SENDER_EPOCH_FIELD_NUMBER: _builtins.int
     SENDER_WORKER_ID_FIELD_NUMBER: _builtins.int
     TICKET_IDS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     HEARD_AT_FIELD_NUMBER: _builtins.int
+    NUM_WRITTEN_BLOCKS_FIELD_NUMBER: _builtins.int
     sender_epoch: _builtins.str
     sender_worker_id: _builtins.str
     number: _builtins.int
@@ -511,6 +532,12 @@ class Heartbeat(_message.Message):
         blocks are used again.
         """
 
+    @_builtins.property
+    def num_written_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Of some of these tickets: so many of its blocks, from the first on, have been written and stay as they are. The
+        receiver may check them before the record comes.
+        """
+
     def __init__(
         self,
         *,
@@ -519,10 +546,11 @@ class Heartbeat(_message.Message):
         ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
         number: _builtins.int = ...,
         heard_at: _builtins.float = ...,
+        num_written_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard_at", b"heard_at", "number", b"number", "sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id", "ticket_ids", b"ticket_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard_at", b"heard_at", "num_written_blocks", b"num_written_blocks", "number", b"number", "sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id", "ticket_ids", b"ticket_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from kvtransfer.decode_client import DecodeClient
 from kvtransfer.errors import TransferFailed
-from kvtransfer.ticket import SenderIdentity
+from kvtransfer.ticket import Heartbeat, SenderIdentity
 from protos import decode_pb2
 from protos.channel import open_channel
 
@@ -36,7 +36,7 @@ class Call:
         self.cancelled = True
 
 
-async def no_heartbeats() -> AsyncIterator[Sequence[str]]:
+async def no_heartbeats() -> AsyncIterator[Heartbeat]:
     return
     yield
 

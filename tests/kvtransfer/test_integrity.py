@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kvtransfer import metrics
+from kvtransfer.block_checks import BlockChecks
 from kvtransfer.errors import (
     AttemptEnded,
     CorruptBlocks,
@@ -25,14 +27,16 @@ from kvtransfer.errors import (
 from kvtransfer.integrity import Verification, is_seal, seal
 from kvtransfer.loopback_agent import LoopbackNetwork
 from kvtransfer.receiver import Receiver
-from kvtransfer.ticket import HandoverRecord, Ticket
+from kvtransfer.ticket import HandoverRecord, HandoverTarget, Ticket
+from model.block_pool import hash_blocks
+from model.block_sums import BlockSums
 from protos.errors import ServiceError
 from tests.kvtransfer.cache import LAYOUT
 from tests.kvtransfer.committing import commit
 from tests.kvtransfer.test_receiver import BLOCK, OPTIONS, SENDER, Desk, record, reservation
 from tests.timed_calls import answer_to, decode_request, failure_of, prefill_request, prompt_of, tokens_of
+from tests.timed_worker import FAST_PEER, TimedWorker, eventually, running
 from tests.timed_worker import LAYOUT as TIMED_LAYOUT
-from tests.timed_worker import TimedWorker, eventually, running
 
 PROMPT = prompt_of(22)  # six blocks of four
 SENT = (11, 12, 21, 22)  # the checksums of two blocks
@@ -47,12 +51,14 @@ class HeldSums:
         self.found: tuple[int, ...] | Exception = SENT
         self.may_end = threading.Event()
         self.asked: list[Sequence[int]] = []
+        self.slots: list[int] = []
 
     def start(self, num_blocks: int) -> HeldSums:
         return self
 
     def add(self, layers: range, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        assert (layers, list(slots)) == (self.layers, [0, 1])
+        assert layers == self.layers and len(block_ids) == len(slots)
+        self.slots.extend(slots)
         self.asked.append(block_ids)
 
     def values(self) -> tuple[int, ...]:
@@ -98,7 +104,7 @@ async def desk() -> AsyncIterator[CheckingDesk]:
 
 async def test_sequence_is_handed_over_once_it_is_found_intact(desk: CheckingDesk) -> None:
     ticket, receiving = await desk.checking()
-    assert ticket.checked == (0, 1) and desk.sums.asked == [list(ticket.block_ids)]
+    assert ticket.checked == (0, 1) and desk.sums.asked == [list(ticket.block_ids)] and desk.sums.slots == [0, 1]
     assert desk.reserve("b").num_cached_tokens == 0  # not published yet
     desk.advance(100)  # the lease of what is being checked does not lapse
     assert desk.failures == [("b", LeaseExpired)]
@@ -106,6 +112,70 @@ async def test_sequence_is_handed_over_once_it_is_found_intact(desk: CheckingDes
     received = await receiving
     assert received.block_ids == ticket.block_ids
     assert desk.reserve("c").num_cached_tokens == 2 * BLOCK
+
+
+async def test_what_is_written_is_added_up_before_the_record_comes(desk: CheckingDesk) -> None:
+    ticket = desk.reserve()
+    desk.sums.may_end.set()
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 0, "another": 1})
+    desk.receiver.written("s2", {ticket.ticket_id: 2})  # it is not theirs
+    await asyncio.sleep(0)
+    assert desk.sums.asked == []
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 1})
+    await eventually(lambda: desk.sums.asked == [[ticket.block_ids[0]]])
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 1})  # it has heard so
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: -5})
+    await desk.receiver.receive(record_of(ticket))
+    assert desk.sums.asked == [[block_id] for block_id in ticket.block_ids]
+    assert desk.sums.slots == [0, 1]
+
+
+async def test_record_waits_for_what_is_being_added_up_and_nothing_is_added_twice(desk: CheckingDesk) -> None:
+    ticket = desk.reserve()
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 1})
+    await eventually(lambda: bool(desk.sums.asked))
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 999})
+    receiving = asyncio.create_task(desk.receiver.receive(record_of(ticket)))
+    await asyncio.sleep(0.02)
+    assert len(desk.sums.asked) == 1 and not receiving.done()
+    desk.sums.may_end.set()
+    await receiving
+    assert desk.sums.asked == [[block_id] for block_id in ticket.block_ids]
+    assert desk.sums.slots == [0, 1]
+
+
+async def test_ticket_that_ends_is_not_checked_any_further(desk: CheckingDesk) -> None:
+    tickets = [desk.reserve(name, first=first) for name, first in (("a", 0), ("b", 500), ("c", 900))]
+    desk.receiver.written(SENDER.epoch, {tickets[0].ticket_id: 1})
+    await eventually(lambda: bool(desk.sums.asked))
+    desk.receiver.written(SENDER.epoch, {tickets[0].ticket_id: 2})
+    desk.receiver.abort("a", "the client left")
+    desk.receiver.release(tickets[1].ticket_id, SENDER.epoch, mac=tickets[1].mac)
+    desk.receiver.sender_gone(SENDER.epoch)
+    assert len(desk.receiver._checks) == 0
+    desk.sums.may_end.set()
+    await asyncio.sleep(0.02)
+    assert len(desk.sums.asked) == 1
+
+
+@pytest.mark.parametrize(("late_block", "is_taken"), [(1, True), (2, False)])
+async def test_block_that_is_said_to_be_written_too_early_is_not_taken(late_block: int, is_taken: bool) -> None:
+    """Of a ticket of blocks 2 and 1, the first is said to be written while one of them is not yet."""
+    memory = torch.zeros(LAYOUT.num_layers, 4, LAYOUT.layer_block_bytes // 4, dtype=torch.int32).random_()
+    sums, ticket = BlockSums(memory), Ticket("t", "d1", 0, (2, 1), (0, 0), 1.0, checked=(0, 1))
+    sent = sums.start(2)
+    sent.add(sums.layers, ticket.block_ids, (0, 1))
+    checks, counted = BlockChecks(Verification(sums, 1.0)), metrics.CHECKED_BYTES._value.get()
+    checks.start(ticket)
+    memory[1, late_block, 5] += 1
+    checks.written("t", 1)
+    await eventually(lambda: metrics.CHECKED_BYTES._value.get() == counted + LAYOUT.block_bytes)
+    memory[1, late_block, 5] -= 1
+    if is_taken:
+        await checks.finish("t", sent.values())
+    else:
+        with pytest.raises(CorruptBlocks, match="block 2 does not hold what was sent"):
+            await checks.finish("t", sent.values())
 
 
 @pytest.mark.parametrize("found", [(11, 12, 21, 23), (10, 12, 21, 22), RuntimeError("no memory")])
@@ -258,3 +328,29 @@ async def test_only_the_blocks_that_the_ticket_names_are_checked() -> None:
         await prefilling.read()
         num_checked, rest = divmod(metrics.CHECKED_BYTES._value.get() - before, TIMED_LAYOUT.block_bytes)
         assert 1 <= num_checked <= 6 and rest == 0
+
+
+async def test_blocks_are_checked_while_others_are_still_computed() -> None:
+    async with pair() as (prefill, decode):
+        prefill.sender._peer_options = replace(FAST_PEER, heartbeat_s=30.0, told_bytes=TIMED_LAYOUT.block_bytes)
+        outgoing = await prefill.sender.reserve(
+            HandoverTarget(decode.target.worker_id, decode.target.address, decode.target.epoch),
+            attempt_id="a",
+            request_id="a",
+            num_tokens=len(PROMPT),
+            block_hashes=hash_blocks(PROMPT, TIMED_LAYOUT.block_size),
+            timeout_s=5.0,
+        )
+        blocks, before = prefill.pool.allocate(6), metrics.CHECKED_BYTES._value.get()
+        outgoing.hold(blocks)
+        outgoing.write_all_layers(0, blocks[:4])
+        outgoing.write(0, 4, blocks[4:])  # one layer of three
+        await eventually(lambda: metrics.CHECKED_BYTES._value.get() == before + 4 * TIMED_LAYOUT.block_bytes)
+        for layer in (1, 2):
+            outgoing.write(layer, 4, blocks[4:])
+        decoding = decode.decode_stub.Decode(decode_request("a", PROMPT, max_tokens=2))
+        await outgoing.commit(7, len(PROMPT))
+        assert metrics.CHECKED_BYTES._value.get() == before + 6 * TIMED_LAYOUT.block_bytes
+        assert len(await tokens_of(decoding)) == 1
+        prefill.pool.release(blocks)
+        await eventually(lambda: prefill.pool.num_used == decode.pool.num_used == 0)

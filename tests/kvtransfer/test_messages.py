@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer import messages
-from kvtransfer.ticket import HandoverRecord, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import HandoverRecord, Heartbeat, PeerDescription, Reservation, SenderIdentity, Ticket
 from protos import decode_pb2
 from protos.errors import InvalidArgument
 from tests.kvtransfer.cache import LAYOUT
@@ -50,7 +50,8 @@ def test_record() -> None:
 
 
 def test_heartbeat() -> None:
-    sent = messages.heartbeat_to_message(SENDER, ["t1", "t2"], 7, 12.5).SerializeToString()
+    sent = messages.heartbeat_to_message(SENDER, Heartbeat(["t1", "t2"], {"t2": 5}), 7, 12.5).SerializeToString()
     received = decode_pb2.Heartbeat.FromString(sent)
     assert messages.heartbeat_sender(received) == SENDER
+    assert dict(received.num_written_blocks) == {"t2": 5}
     assert (list(received.ticket_ids), received.number, received.heard_at) == (["t1", "t2"], 7, 12.5)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtransfer.errors import CorruptBlocks
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.peer import PeerOptions
 from kvtransfer.sender import Sender
@@ -45,7 +46,7 @@ BLOCK = LAYOUT.block_size
 NUM_BLOCKS = 10
 LAYERS = range(LAYOUT.num_layers)
 PEER = PeerOptions(
-    heartbeat_s=1.0, silence_s=15.0, call_timeout_s=8.0, release_backoff_s=0.5, max_release_backoff_s=1.0
+    heartbeat_s=1.0, silence_s=15.0, call_timeout_s=8.0, release_backoff_s=0.5, max_release_backoff_s=1.0, told_bytes=1
 )
 SENDER_CLOCK, RECEIVER_AHEAD_S = 5_000.0, 3 * 3600.0
 WEATHERS = [frozenset[str]()] * 4 + [frozenset([kind]) for kind in KINDS] + [frozenset(["Attach", "Release"])]
@@ -328,6 +329,8 @@ class UnreliableNetwork(RuleBasedStateMachine):
                 for task in (reserved, ending):
                     error = task.exception() if task is not None and not task.cancelled() else None
                     assert isinstance(error, ServiceError | None), repr(error)
+                    if isinstance(error, CorruptBlocks):
+                        assert self.memories.in_doubt, f"nothing went wrong with a write, and yet: {error}"
                 self.prefill.attempts.remove(attempt)
                 self.prefill.pool.release(attempt.local_ids)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvtransfer.agent import Pieces, Region
-from kvtransfer.errors import CorruptBlocks, LeaseExpired, TransferFailed
+from kvtransfer.errors import LeaseExpired, TransferFailed
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.integrity import Verification
 from kvtransfer.receiver import Receiver
@@ -182,6 +182,7 @@ class MovingWrite:
     """It may land before `until`, though its sender has been told that it failed."""
 
     stream: WriteStream[Any]
+    part: Any
     regions: Sequence[Region]
     local: Memory
     ended: Callable[[Exception | None], None]
@@ -201,6 +202,7 @@ class Transport:
     def die(self) -> None:
         """With its process. What it has posted may land for a while."""
         self._is_dead = True
+        self._memories.in_doubt = True
         for write in self._memories.writes:
             if write.local is self._local and not write.is_reported:
                 write.is_reported, write.until = True, self._loop.time() + STRAY_S
@@ -214,7 +216,7 @@ class Transport:
                 return
             self._num_moving[stream] = self._num_moving.get(stream, 0) + 1
             regions = found.regions() if isinstance(found, Pieces) else found
-            write = MovingWrite(stream, regions, self._local, lambda error: self._end(write, error))
+            write = MovingWrite(stream, part, regions, self._local, lambda error: self._end(write, error))
             self._memories.writes.append(write)
             if not self._memories.are_slow:
                 self._memories.land(write)
@@ -240,6 +242,8 @@ class Transport:
         self._num_moving[stream] -= 1
         if error is None:
             stream.sent_bytes += num_bytes
+            if stream.arrived is not None:
+                stream.arrived([write.part])
         else:
             self._fail(stream, error)
         self._loop.call_soon(self._resolve)
@@ -264,10 +268,12 @@ class Memories:
         self.contents: Memory = {}
         self.writes: list[MovingWrite] = []
         self.are_slow = False
+        self.in_doubt = False  # something has been written that should not have been, or may be yet
 
     def land(self, write: MovingWrite, *, wrong: bool = False) -> None:
         """Copies what is there now, not what was when it was posted; or something wrong, of which nobody is told."""
         self.writes.remove(write)
+        self.in_doubt |= wrong
         for remote_address, local_address in parts(write.regions):
             self.contents[remote_address] = "wrong" if wrong else write.local.get(local_address)
         if not write.is_reported:
@@ -275,6 +281,7 @@ class Memories:
 
     def fail(self, write: MovingWrite) -> None:
         """Its sender is told so; it may land all the same, for a while."""
+        self.in_doubt = True
         if not write.is_reported:
             write.is_reported, write.until = True, self._loop.time() + STRAY_S
             write.ended(TransferFailed("made to fail"))
@@ -304,20 +311,16 @@ class Sums:
         return tuple(self._sums)
 
 
-class HeldVerification(Verification):
-    """Checks everything, when the network lets it: in no thread, and as late as any message."""
+def held_verification(sums: Sums, network: Network) -> Verification:
+    """Of everything, when the network lets it: in no thread, and as late as any message."""
 
-    def __init__(self, sums: Sums, network: Network) -> None:
-        super().__init__(sums, 1.0)  # type: ignore[arg-type]
-        object.__setattr__(self, "network", network)
-
-    async def check(self, block_ids: Sequence[int], checksums: Sequence[int]) -> None:
-        network: Network = self.network  # type: ignore[attr-defined]
+    async def run(add_up: Callable[..., Any], *what: Any) -> Any:
         may_go_on = asyncio.Event()
         network.send(Letter("Check", may_go_on.set, may_be_lost=False))
         await may_go_on.wait()
-        if self.first_difference(block_ids, checksums) is not None:
-            raise CorruptBlocks("a block does not hold what was sent")
+        return add_up(*what)
+
+    return Verification(sums, 1.0, run=run)  # type: ignore[arg-type]
 
 
 class Agent:
@@ -367,7 +370,7 @@ class Decode(DecodeSide):
             options=ReceiverOptions(lease_s=LEASE_S, quarantine_grace_s=GRACE_S),
             failed=lambda attempt_id, error: self.told.append(attempt_id),
             clock=lambda: network.loop.time() + offset_s,
-            verification=HeldVerification(Sums(memories.contents, self.span), network),
+            verification=held_verification(Sums(memories.contents, self.span), network),
         )
 
     @property

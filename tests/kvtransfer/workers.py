@@ -112,6 +112,7 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
                 if self.silent:
                     continue
                 ended = [] if self.mute else self.receiver.heartbeat(sender, heartbeat.ticket_ids, heartbeat.heard_at)
+                self.receiver.written(sender.epoch, heartbeat.num_written_blocks)
                 yield decode_pb2.HeartbeatResponse(
                     ended_ticket_ids=ended, number=heartbeat.number, now=self.receiver.now
                 )
