@@ -23,6 +23,7 @@ from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.sender import Sender
 from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, target_from_message, tokens_message
 from kvtransfer.ticket import PeerDescription, ReceivedSequence, SenderIdentity
+from kvtransfer.unpacking import Unpacking
 from model.block_pool import BlockPool
 from model.runner import DraftingState, DraftingStates
 from model.sequence import Sequence
@@ -50,6 +51,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         planner: DraftPlanner | None = None,
         prompts_wait: Callable[[], bool] = lambda: False,
         verification: Verification | None = None,
+        unpacking: Unpacking | None = None,
     ) -> None:
         self._pool = pool
         self._layout = description.layout
@@ -70,6 +72,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             failed=self._arrivals.failed,
             headroom=lambda: self.scheduler.num_wanted_blocks,
             verification=verification,
+            unpacking=unpacking,
         )
 
     async def Decode(

@@ -21,6 +21,7 @@ RUNNERS = ("torch", "timed")
 ROLES = ("prefill", "decode", "both")
 DRAFTERS = ("auto", "none", "ngram", "eagle", "eagle+ngram", "medusa", "medusa+ngram", "model", "model+ngram")
 VERIFIED_KV = ("auto", "all", "sample", "off")
+WIRE_KV = ("as-is", "int8", "fp8")
 VERIFICATIONS = ("block", "token", "coupled")
 DRAFT_LENGTHS = ("adaptive", "fixed")
 DRAFT_SHAPES = ("auto", "chain", "tree")
@@ -159,6 +160,12 @@ worker_options = group_of(
         type=click.Choice(VERIFIED_KV),
         default="auto",
         help="Check received KV by checksums. sample: 1 block in 16. auto: all, if 1,000 tokens take 10 ms at most.",
+    ),
+    worker_setting(
+        "--wire-kv",
+        type=click.Choice(WIRE_KV),
+        default="as-is",
+        help="Send KV in eight bits per value: fewer bytes, and no longer exactly the KV that was computed.",
     ),
     worker_setting(
         "--drafter",

@@ -7,6 +7,7 @@ from typing import Any
 
 from deploy.drafting import choose_drafter
 from deploy.worker_config import WorkerConfig
+from kvtransfer.ticket import AS_IS
 from model.checkpoint import model_digest
 from model.config import ModelConfig
 from model.kv_layout import KVLayout
@@ -110,6 +111,10 @@ def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
         raise ValueError(f"--drafter {config.drafter} needs --runner torch: a timed worker computes nothing to verify")
     if config.draft_shape == "tree":
         raise ValueError("--draft-shape tree needs --runner torch: a timed worker computes nothing to verify")
+    if config.wire_kv != AS_IS:
+        raise ValueError(
+            f"--wire-kv {config.wire_kv} needs --runner torch: of a timed worker's KV every bit has to arrive"
+        )
     model = ModelConfig.from_folder(folder)
     max_context_tokens(config, folder)  # refuses what is too much; nothing here is sized by it
     layout = KVLayout(

@@ -21,6 +21,7 @@ from deploy.reporter import Reporter
 from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
 from deploy.verification import verification
+from deploy.wire import packing_for, unpacking_for
 from deploy.worker_config import WorkerConfig
 from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.geometry import CacheSpan
@@ -83,9 +84,9 @@ class Worker:
         name = f"{self._worker_id}-{self._epoch}"
         agent = NixlAgent(name, span.base_address, span.num_bytes, runner.cache_device_id)
         self._agent = seams.around_agent(agent, span)
-        identity = SenderIdentity(self._worker_id, self._epoch)
         sums = BlockSums(runner.cache_memory)
-        self._sender = Sender(self._agent, self._pool, span, identity, sums=sums, open_client=seams.open_client)
+        self._unpacking = unpacking_for(runner)
+        self._sender = self._sender_of(span, sums, seams)
         tokenizer, model = Tokenizer.load(folder), ModelConfig.from_folder(folder)
         vocab_size = model.vocab_size
         self._max_context_tokens = max_context_tokens(config, folder)
@@ -111,6 +112,7 @@ class Worker:
             planner=draft_planner(config, runner, model, self._max_context_tokens),
             prompts_wait=lambda: self._prefill.scheduler.can_run,
             verification=verification(config.verify_kv, sums, runner.layout, runner.num_blocks),
+            unpacking=self._unpacking,
         )
         self._engine = Engine(
             runner,
@@ -122,6 +124,17 @@ class Worker:
         self._server = GrpcServer(config.host, config.port)
         seams.serve(self._server, self._prefill, self._decode)
         self._tokenizer_digest = tokenizer_digest(folder)
+
+    def _sender_of(self, span: CacheSpan, sums: BlockSums, seams: Seams) -> Sender:
+        return Sender(
+            self._agent,
+            self._pool,
+            span,
+            SenderIdentity(self._worker_id, self._epoch),
+            sums=sums,
+            packing=packing_for(self._config.wire_kv, self._runner, self._agent),
+            open_client=seams.open_client,
+        )
 
     async def serve(self) -> None:
         """Returns when it has been told to stop and has drained. What its tasks raise comes as an exception group."""
@@ -186,6 +199,7 @@ class Worker:
             num_blocks=self._runner.num_blocks,
             base_address=self._runner.cache_address,
             device_id=self._runner.cache_device_id,
+            codings=() if self._unpacking is None else self._unpacking.codings,
         )
 
     def _hello(self, metrics_address: str) -> workers_pb2.WorkerHello:

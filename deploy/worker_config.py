@@ -38,6 +38,7 @@ class WorkerConfig:
     lease_s: float
     drain_s: float
     verify_kv: str
+    wire_kv: str
     timing: Path | None
     drafter: str
     draft_model: str | None

@@ -1,6 +1,7 @@
 """The seam to the transport. `NixlAgent` is the product's; `LoopbackAgent` serves tests and single-process use.
 
-An agent registers one cache and writes byte regions of it into a peer's. It knows nothing of tickets or sequences.
+An agent registers a cache, and more memory if it is told to, and writes byte regions of them into a peer's cache. It
+knows nothing of tickets or sequences.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Indices = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`num_bytes` from an address in our cache to one in the peer's."""
+    """`num_bytes` from an address in our memory to one in the peer's cache."""
 
     local_address: int
     remote_address: int
@@ -27,16 +28,30 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A cache as `num_pieces` pieces of `piece_bytes`, one behind the other, counted from 0."""
+    """`num_pieces` pieces of `piece_bytes`, counted from 0, each starting `stride_bytes` behind the one before: without
+    that, where the one before ends."""
 
     base_address: int
     piece_bytes: int
     num_pieces: int
+    stride_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.stride_bytes:
+            object.__setattr__(self, "stride_bytes", self.piece_bytes)
+
+    @property
+    def has_gaps(self) -> bool:
+        return self.stride_bytes > self.piece_bytes
+
+    def address(self, index: int) -> int:
+        """Of the first byte of a piece."""
+        return self.base_address + index * self.stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Piece `local_indices[i]` of our cache goes to piece `remote_indices[i]` of the peer's, for each i.
+    """Piece `local_indices[i]` of our memory goes to piece `remote_indices[i]` of the peer's, for each i.
 
     An agent that knows the grids already finds them faster than as many regions. ValueError if the grids do not fit.
     """
@@ -57,16 +72,29 @@ class Pieces:
     def num_bytes(self) -> int:
         return len(self) * self.local.piece_bytes
 
+    @classmethod
+    def of_all(cls, several: Sequence[Pieces]) -> Pieces:
+        """Of the same two grids, one behind the other. There must be some."""
+        if len(several) == 1:
+            return several[0]
+        local_indices = np.concatenate([pieces.local_indices for pieces in several])
+        remote_indices = np.concatenate([pieces.remote_indices for pieces in several])
+        return cls(several[0].local, several[0].remote, local_indices, remote_indices)
+
     def regions(self) -> list[Region]:
-        """The same as regions: one for each run over which both sides count upwards by one."""
+        """The same as regions: one for each run over which both sides count upwards by one, if there are no gaps."""
         if not len(self):
             return []
         goes_on = (np.diff(self.local_indices) == 1) & (np.diff(self.remote_indices) == 1)
+        if self.local.has_gaps or self.remote.has_gaps:
+            goes_on[:] = False
         starts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1))
         lengths = np.diff(starts, append=len(self)) * self.local.piece_bytes
-        local = self.local.base_address + self.local_indices[starts].astype(np.int64) * self.local.piece_bytes
-        remote = self.remote.base_address + self.remote_indices[starts].astype(np.int64) * self.remote.piece_bytes
-        return [Region(*row) for row in zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True)]
+        here, there = self.local_indices[starts].tolist(), self.remote_indices[starts].tolist()
+        return [
+            Region(self.local.address(one), self.remote.address(other), length)
+            for one, other, length in zip(here, there, lengths.tolist(), strict=True)
+        ]
 
 
 class WriteState(enum.Enum):
@@ -96,6 +124,10 @@ class TransferAgent(Protocol):
 
     def metadata(self) -> bytes:
         """What a peer needs to `connect`; of this agent's registered cache."""
+        ...
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """More memory to write from, on the cache's device, until the agent is closed. Peers cannot write there."""
         ...
 
     def connect(self, peer_name: str, metadata: bytes, device_id: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
+from collections.abc import Mapping
 
 from kvtransfer import metrics
 from kvtransfer.errors import CorruptBlocks
@@ -17,18 +18,18 @@ from kvtransfer.ticket import Ticket
 
 
 class BlockChecks:
-    """By ticket. Without a verification nothing is checked."""
+    """By ticket. `verifications` are by the coding that KV comes in: what comes in none of them is not checked."""
 
-    def __init__(self, verification: Verification | None) -> None:
-        self._verification = verification
+    def __init__(self, verifications: Mapping[str, Verification]) -> None:
+        self._verifications = verifications
         self._checks: dict[str, _Check] = {}
 
     def __len__(self) -> int:
         return len(self._checks)
 
     def start(self, ticket: Ticket) -> None:
-        if self._verification is not None and ticket.checked:
-            self._checks[ticket.ticket_id] = _Check(self._verification, ticket)
+        if ticket.checked:
+            self._checks[ticket.ticket_id] = _Check(self._verifications[ticket.coding], ticket)
 
     def written(self, ticket_id: str, num_blocks: int) -> None:
         """So many of the ticket's blocks, from the first on, are as they shall be. Too much said is taken for all."""
@@ -36,7 +37,9 @@ class BlockChecks:
             check.written(num_blocks)
 
     async def finish(self, ticket_id: str, checksums: tuple[int, ...]) -> None:
-        """Returns once all that is to be checked has been. Raises CorruptBlocks if a block has other checksums."""
+        """Returns once all that is to be checked has been, or the ticket has been dropped.
+
+        Raises CorruptBlocks if a block has other checksums."""
         if (check := self._checks.get(ticket_id)) is not None:
             await check.finish(checksums)
 
@@ -54,38 +57,48 @@ class _Check:
         self._running = self._sums.start(len(self._block_ids))
         self._num_written = 0  # of those that are checked
         self._num_added = 0
+        self._found: tuple[int, ...] = ()
+        self._is_over = False
         self._adding: asyncio.Task[None] | None = None
 
     def written(self, num_blocks: int) -> None:
         self._num_written = max(self._num_written, bisect_left(self._indices, num_blocks))
         if self._num_written > self._num_added and (self._adding is None or self._adding.done()):
             self._adding = asyncio.create_task(self._add_what_is_written())
+            self._adding.add_done_callback(_seen)
 
     async def finish(self, checksums: tuple[int, ...]) -> None:
-        self._num_written = len(self._indices)
+        self.written(self._indices[-1] + 1)
         if self._adding is not None:
             await asyncio.shield(self._adding)
-        found = await self._run(self._add_up, self._num_added, self._num_written)
-        if len(found) != len(checksums):
+        if self._is_over:
+            return
+        if len(self._found) != len(checksums):
             raise CorruptBlocks(f"{len(checksums)} checksums came for {len(self._block_ids)} blocks")
-        for index, (one, other) in enumerate(zip(found, checksums, strict=True)):
+        for index, (one, other) in enumerate(zip(self._found, checksums, strict=True)):
             if one != other:
                 raise CorruptBlocks(f"block {self._block_ids[index // 2]} does not hold what was sent")
 
     def stop(self) -> None:
-        self._num_written = 0
+        self._is_over = True
 
     async def _add_what_is_written(self) -> None:
-        while (start := self._num_added) < (stop := self._num_written):
-            await self._run(self._add_up, start, stop)
+        """One step after the other: sums are not for two threads at once."""
+        while not self._is_over and (start := self._num_added) < (stop := self._num_written):
+            self._found = await self._run(self._add_up, start, stop)
             self._num_added = stop
 
     def _add_up(self, start: int, stop: int) -> tuple[int, ...]:
         """In a thread. All sums so far."""
         started = time.perf_counter()
-        if start < stop:
-            self._running.add(self._sums.layers, self._block_ids[start:stop], range(start, stop))
+        self._running.add(self._sums.layers, self._block_ids[start:stop], range(start, stop))
         sums = self._running.values()
         metrics.CHECK_SECONDS.inc(time.perf_counter() - started)
         metrics.CHECKED_BYTES.inc((stop - start) * self._sums.block_bytes)
         return sums
+
+
+def _seen(adding: asyncio.Task[None]) -> None:
+    """What it raised is for `finish`, should the record ever come."""
+    if not adding.cancelled():
+        adding.exception()

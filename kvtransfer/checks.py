@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from kvtransfer.coding import ticket_bytes
 from kvtransfer.errors import InvalidReservation, LayoutMismatch, RecordMismatch
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.integrity import is_seal
-from kvtransfer.ticket import HandoverRecord, Reservation, Ticket
+from kvtransfer.ticket import AS_IS, HandoverRecord, Reservation, Ticket
 from model.kv_layout import KVLayout
 
 
-def check_reservation(reservation: Reservation, layout: KVLayout, num_blocks: int) -> None:
-    """For the receiver, whose cache has `num_blocks`. Raises LayoutMismatch or InvalidReservation."""
+def check_reservation(
+    reservation: Reservation, layout: KVLayout, num_blocks: int, codings: tuple[str, ...] = ()
+) -> None:
+    """For the receiver, whose cache has `num_blocks` and takes KV in these codings. Raises LayoutMismatch or
+    InvalidReservation."""
     if reservation.layout_fingerprint != layout.fingerprint:
         raise LayoutMismatch(
             f"the sender's KV layout is {reservation.layout_fingerprint}, this worker's {layout.fingerprint}",
@@ -28,6 +32,10 @@ def check_reservation(reservation: Reservation, layout: KVLayout, num_blocks: in
         )
     if not reservation.attempt_id:
         raise InvalidReservation("attempt_id is empty", field="attempt_id")
+    if reservation.coding not in (AS_IS, *codings):
+        raise InvalidReservation(
+            f"coding is {reservation.coding!r}; this worker takes {', '.join((AS_IS, *codings))}", field="coding"
+        )
 
 
 def misfit(
@@ -48,7 +56,8 @@ def misfit(
         ("num_tokens", record.num_tokens, reservation.num_tokens),
         ("sent_tokens", record.sent_tokens, reservation.num_tokens - ticket.num_cached_tokens),
         ("checksums", len(record.checksums), 2 * len(ticket.checked)),
-        ("sent_bytes", record.sent_bytes, len(ticket.block_ids) * layout.block_bytes),
+        ("coding", record.coding, ticket.coding),
+        ("sent_bytes", record.sent_bytes, ticket_bytes(layout, ticket)),
         ("generations", record.generations, ticket.generations),
         ("generations", record.generations, generations),
     )
@@ -64,6 +73,7 @@ def fits(ticket: Ticket, reservation: Reservation, remote: CacheSpan, epoch: str
     num_wanted = remote.layout.num_blocks(reservation.num_tokens) - num_cached_blocks
     return (
         ticket.epoch == epoch
+        and ticket.coding == reservation.coding
         and rest == 0
         and num_wanted == len(ticket.block_ids) == len(set(ticket.block_ids)) == len(ticket.generations)
         and all(0 <= block_id < remote.num_blocks for block_id in ticket.block_ids)

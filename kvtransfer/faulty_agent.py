@@ -26,7 +26,7 @@ class FaultyAgent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inner = inner
-        self._span = span
+        self._starts = {span.base_address}  # of what is registered
         self._injector = injector
         self._clock = clock
         self._stalled_until: dict[str, float] = {}  # by peer
@@ -38,6 +38,10 @@ class FaultyAgent:
 
     def metadata(self) -> bytes:
         return self._inner.metadata()
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self._starts.add(address)
+        self._inner.register(address, num_bytes)
 
     def connect(self, peer_name: str, metadata: bytes, device_id: int) -> None:
         self._inner.connect(peer_name, metadata, device_id)
@@ -72,7 +76,7 @@ class FaultyAgent:
 
     def _damaged(self, region: Region) -> Region:
         """The same place at the peer, filled from a few bytes beside the right ones."""
-        shift = -_SHIFT_BYTES if region.local_address > self._span.base_address else _SHIFT_BYTES
+        shift = _SHIFT_BYTES if region.local_address in self._starts else -_SHIFT_BYTES
         return Region(region.local_address + shift, region.remote_address, region.num_bytes)
 
 

@@ -43,7 +43,7 @@ class Granting:
         """Not granted yet, but its blocks are taken. Raises DecodePoolFull, and then nothing is."""
         cached, received = self._allocate(reservation)
         ticket_id, generations = secrets.token_hex(8), tuple(map(self._pool.generation, received))
-        attempt_id, sender_epoch = reservation.attempt_id, reservation.sender.epoch
+        attempt_id, sender_epoch, coding = reservation.attempt_id, reservation.sender.epoch, reservation.coding
         ticket = Ticket(
             ticket_id=ticket_id,
             epoch=self._epoch,
@@ -52,7 +52,8 @@ class Granting:
             generations=generations,
             lease_s=self._lease_s,
             checked=() if self._verification is None else self._verification.choose(len(received)),
-            mac=seal(self._key, ticket_id, sender_epoch, attempt_id, received, generations),
+            mac=seal(self._key, ticket_id, sender_epoch, attempt_id, received, generations, coding),
+            coding=coding,
         )
         return Lease(ticket, reservation, (*cached, *received), self._grace_s)
 

@@ -42,9 +42,10 @@ def seal(
     attempt_id: str,
     block_ids: Sequence[int],
     generations: Sequence[int],
+    coding: str,
 ) -> bytes:
     """HMAC-SHA256 over what makes a ticket this ticket."""
-    content = repr((ticket_id, sender_epoch, attempt_id, tuple(block_ids), tuple(generations)))
+    content = repr((ticket_id, sender_epoch, attempt_id, tuple(block_ids), tuple(generations), coding))
     return hmac.digest(key, content.encode(), "sha256")
 
 

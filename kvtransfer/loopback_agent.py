@@ -49,6 +49,7 @@ class LoopbackAgent:
         self._network = network
         self._name = name
         self._cache = range(cache_address, cache_address + num_bytes)
+        self._readable = [self._cache]
         self._completion_delay_s = completion_delay_s
         self._failing_writes = failing_writes
         self._corrupting_writes = corrupting_writes
@@ -69,6 +70,9 @@ class LoopbackAgent:
     def metadata(self) -> bytes:
         return self._name.encode()
 
+    def register(self, address: int, num_bytes: int) -> None:
+        self._readable.append(range(address, address + num_bytes))
+
     def connect(self, peer_name: str, metadata: bytes, device_id: int) -> None:
         if metadata != peer_name.encode() or self._network.find(peer_name) is None:
             raise PeerUnreachable(f"there is no agent named {peer_name!r}")
@@ -83,8 +87,8 @@ class LoopbackAgent:
             raise PeerUnreachable(f"{peer_name!r} is not connected")
         regions = what.regions() if isinstance(what, Pieces) else what
         for region in regions:
-            _check_inside(self._cache, region.local_address, region.num_bytes)
-            _check_inside(peer._cache, region.remote_address, region.num_bytes)
+            _check_inside(self._readable, region.local_address, region.num_bytes)
+            _check_inside([peer._cache], region.remote_address, region.num_bytes)
         fails, corrupts = self._num_writes in self._failing_writes, self._num_writes in self._corrupting_writes
         self._num_writes += 1
         return LoopbackWrite(self, peer_name, regions, fails, corrupts, self._clock, self._completion_delay_s)
@@ -144,6 +148,6 @@ class LoopbackWrite:
         return WriteState.DONE
 
 
-def _check_inside(cache: range, address: int, num_bytes: int) -> None:
-    if num_bytes < 1 or address < cache.start or address + num_bytes > cache.stop:
-        raise ValueError(f"{num_bytes} bytes at {address:#x} are not inside the registered cache")
+def _check_inside(registered: Sequence[range], address: int, num_bytes: int) -> None:
+    if num_bytes < 1 or not any(one.start <= address and address + num_bytes <= one.stop for one in registered):
+        raise ValueError(f"{num_bytes} bytes at {address:#x} are not inside the registered memory")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
-from kvtransfer.ticket import HandoverRecord, Heartbeat, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import AS_IS, HandoverRecord, Heartbeat, PeerDescription, Reservation, SenderIdentity, Ticket
 from model.kv_layout import KVLayout
 from protos import decode_pb2 as pb
 from protos.errors import InvalidArgument
@@ -31,6 +31,7 @@ def description_to_message(description: PeerDescription) -> pb.PeerDescription:
         num_blocks=description.num_blocks,
         base_address=description.base_address,
         device_id=description.device_id,
+        codings=description.codings,
     )
 
 
@@ -43,6 +44,7 @@ def description_from_message(message: pb.PeerDescription) -> PeerDescription:
         num_blocks=message.num_blocks,
         base_address=message.base_address,
         device_id=message.device_id,
+        codings=tuple(message.codings),
     )
 
 
@@ -55,6 +57,7 @@ def reservation_to_message(reservation: Reservation) -> pb.ReserveRequest:
         layout_fingerprint=reservation.layout_fingerprint,
         num_tokens=reservation.num_tokens,
         block_hashes=reservation.block_hashes,
+        coding=_coding_to_message(reservation.coding),
     )
 
 
@@ -66,6 +69,7 @@ def reservation_from_message(message: pb.ReserveRequest) -> Reservation:
         layout_fingerprint=message.layout_fingerprint,
         num_tokens=message.num_tokens,
         block_hashes=tuple(message.block_hashes),
+        coding=message.coding or AS_IS,
     )
 
 
@@ -79,6 +83,7 @@ def ticket_to_message(ticket: Ticket) -> pb.Ticket:
         lease_s=ticket.lease_s,
         checked=ticket.checked,
         mac=ticket.mac,
+        coding=_coding_to_message(ticket.coding),
     )
 
 
@@ -92,6 +97,7 @@ def ticket_from_message(message: pb.Ticket) -> Ticket:
         lease_s=message.lease_s,
         checked=tuple(message.checked),
         mac=message.mac,
+        coding=message.coding or AS_IS,
     )
 
 
@@ -110,6 +116,7 @@ def record_to_message(record: HandoverRecord) -> pb.HandoverRecord:
         drafting=record.drafting,
         checksums=record.checksums,
         mac=record.mac,
+        coding=_coding_to_message(record.coding),
     )
 
 
@@ -128,6 +135,7 @@ def record_from_message(message: pb.HandoverRecord) -> HandoverRecord:
         drafting=message.drafting,
         checksums=tuple(message.checksums),
         mac=message.mac,
+        coding=message.coding or AS_IS,
     )
 
 
@@ -144,3 +152,8 @@ def heartbeat_to_message(sender: SenderIdentity, heartbeat: Heartbeat, number: i
 
 def heartbeat_sender(message: pb.Heartbeat) -> SenderIdentity:
     return SenderIdentity(message.sender_worker_id, message.sender_epoch)
+
+
+def _coding_to_message(coding: str) -> str:
+    """None at all for KV as it is: that is what workers say that know of no coding."""
+    return "" if coding == AS_IS else coding

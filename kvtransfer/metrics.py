@@ -6,10 +6,19 @@ from prometheus_client import Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
-SENT_BYTES = Counter("pdserve_kvtransfer_sent_bytes", "KV bytes written into other workers.")
-RECEIVED_BYTES = Counter(
-    "pdserve_kvtransfer_received_bytes", "KV bytes of committed hand-overs written into this worker."
+SENT_BYTES = Counter(
+    "pdserve_kvtransfer_sent_bytes", "Bytes of KV written into other workers, by what it was coded in.", ["coding"]
 )
+RECEIVED_BYTES = Counter(
+    "pdserve_kvtransfer_received_bytes",
+    "Bytes of KV of committed hand-overs written into this worker, by what it was coded in.",
+    ["coding"],
+)
+UNCODED = Counter(
+    "pdserve_kvtransfer_uncoded_handovers", "Sequences sent as they are to workers that do not take the coding wanted."
+)
+PACK_SECONDS = Counter("pdserve_kvtransfer_pack_seconds", "Time the transfer thread spent coding KV.")
+UNPACK_SECONDS = Counter("pdserve_kvtransfer_unpack_seconds", "Time that received KV took to be decoded.")
 WRITE_SECONDS = Counter("pdserve_kvtransfer_write_seconds", "Time the transfer thread spent posting writes.")
 WRITES = Counter("pdserve_kvtransfer_writes", "Writes posted to the transport.")
 DESCRIPTORS = Counter("pdserve_kvtransfer_descriptors", "Pieces in the writes posted: a layer of a block each.")

@@ -43,7 +43,8 @@ class Nixl:
 
 
 class NixlAgent:
-    """Registers one cache for its whole life. NIXL serializes the calls, so that any thread may make them.
+    """Registers a cache, and what `register` adds, for its whole life. NIXL serializes the calls: any thread may make
+    them.
 
     `device_id` is the CUDA device of the cache, -1 for host memory.
     """
@@ -55,13 +56,11 @@ class NixlAgent:
         bindings = self._nixl.bindings
         self._agent = bindings.nixlAgent(name, self._config())
         self._backends = [self._agent.createBackend("UCX", {})]
-        self._cache = bindings.nixlRegDList(
-            self._segment(device_id), [(cache_address, num_bytes, max(device_id, 0), "")]
-        )
-        self._agent.registerMem(self._cache, self._backends)
+        self._registered: list[object] = []
+        self.register(cache_address, num_bytes)
         self._metadata = bytes(self._agent.getLocalMD())
         self._peers: dict[str, _Peer] = {}
-        self._lists: dict[Grid, int] = {}  # of our cache, as prepared
+        self._lists: dict[Grid, int] = {}  # of our memory, as prepared
 
     @staticmethod
     def load() -> Nixl:
@@ -80,7 +79,14 @@ class NixlAgent:
         return self._name
 
     def metadata(self) -> bytes:
+        """As it was before more was registered: peers need not know of that."""
         return self._metadata
+
+    def register(self, address: int, num_bytes: int) -> None:
+        segment, row = self._segment(self._device_id), (address, num_bytes, max(self._device_id, 0), "")
+        memory = self._nixl.bindings.nixlRegDList(segment, [row])
+        self._agent.registerMem(memory, self._backends)
+        self._registered.append(memory)
 
     def connect(self, peer_name: str, metadata: bytes, device_id: int) -> None:
         try:
@@ -124,7 +130,8 @@ class NixlAgent:
         for peer_name in list(self._peers):
             self.disconnect(peer_name)
         self._release(self._lists)
-        self._agent.deregisterMem(self._cache, self._backends)
+        for memory in self._registered:
+            self._agent.deregisterMem(memory, self._backends)
         self._agent = None  # ends the progress thread
 
     def _config(self) -> object:
@@ -150,9 +157,9 @@ class NixlAgent:
         return int(self._agent.createXferReq(write, here, there, peer_name, "", self._backends))
 
     def _prepared(self, agent_name: str, lists: dict[Grid, int], grid: Grid, device_id: int) -> int:
-        """The list of all pieces of a cache, made at its first use. It takes one row: NIXL computes the rest."""
+        """The list of all pieces of a grid, made at its first use. It takes one row: NIXL computes the rest."""
         if (handle := lists.get(grid)) is None:
-            row = (grid.base_address, grid.piece_bytes, max(device_id, 0), grid.piece_bytes, grid.num_pieces)
+            row = (grid.base_address, grid.piece_bytes, max(device_id, 0), grid.stride_bytes, grid.num_pieces)
             segment, rows = self._segment(device_id), np.array([row], np.uint64)
             handle = lists[grid] = int(self._agent.prepXferDlist(agent_name, segment, rows, self._backends))
         return handle

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtransfer import metrics
-from kvtransfer.agent import Pieces
 from kvtransfer.errors import IncompleteTransfer, TransferFailed
-from kvtransfer.geometry import CacheSpan, pieces
+from kvtransfer.geometry import CacheSpan
+from kvtransfer.packed_writes import PackedWrites
+from kvtransfer.packing import Packing
 from kvtransfer.peer import Peer
-from kvtransfer.runs import Arrived, Part, Run, merged
+from kvtransfer.plain_writes import PlainWrites
+from kvtransfer.runs import Arrived, Part, Run
 from kvtransfer.ticket import HandoverRecord, Reservation, SendStats, Ticket
 from kvtransfer.transfer_thread import TransferThread, WriteStream
 from model.block_pool import BlockPool
@@ -54,6 +56,7 @@ class Outgoing:
         local: CacheSpan,
         thread: TransferThread,
         sums: RunningSums | None,
+        packing: Packing | None,
         own: Callable[[asyncio.Task[None]], None],
         ended: Callable[[Outgoing], None],
     ) -> None:
@@ -64,14 +67,12 @@ class Outgoing:
         self._local = local
         self._thread = thread
         self._sums = sums  # of the blocks that the ticket wants checked; not touched here until the thread has drained
-        self._slots = {index: slot for slot, index in enumerate(ticket.checked)}
         self._own = own
         self._ended = ended
         self._run: Run | None = None  # the last one: its layers come one after the other
-        beside = None if sums is None else self._add_to_sums
+        self._writes = self._new_writes(packing)
         self._arrived = Arrived(local.layout.num_layers)
-        arrived = None if sums is None else self._tell_arrived
-        self._stream = WriteStream[Part](peer.agent_name, self._write_failed, self._work_out, beside, arrived)
+        self._stream = self._new_stream()
         self._held: set[int] = set()
         self._written = [0] * local.layout.num_layers  # bit i of layer l: ticket block i was queued
         self._state = State.OPEN
@@ -160,8 +161,8 @@ class Outgoing:
             run = self._run = self._new_run(start, local_ids)
         for layer in layers:  # each a part, so that other sequences have their turn in between
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
-            num_bytes = len(local_ids) * self._local.grid.piece_bytes
-            self._thread.post(self._stream, Part(run, range(layer, layer + 1)), num_bytes)
+            for part, num_bytes in self._writes.parts(run, layer):
+                self._thread.post(self._stream, part, num_bytes)
 
     def _new_run(self, start: int, local_ids: tuple[int, ...]) -> Run:
         remote_ids = self._ticket.block_ids[start : start + len(local_ids)]
@@ -169,32 +170,26 @@ class Outgoing:
             raise ValueError(f"blocks {start} to {start + len(local_ids)} reach beyond the ticket's")
         if not self._held.issuperset(local_ids):
             raise ValueError("a local block is written from that is not held")
-        slots = ((local_id, self._slots.get(start + index)) for index, local_id in enumerate(local_ids))
-        checked = tuple((local_id, slot) for local_id, slot in slots if slot is not None)
-        return Run(local_ids, start, np.array(local_ids, np.int32), np.array(remote_ids, np.int32), checked)
+        return Run(start, local_ids, np.array(local_ids, np.int32), np.array(remote_ids, np.int32))
 
-    def _work_out(self, parts: Sequence[Part]) -> Pieces:
-        """On the transfer thread, when they are about to be posted."""
-        found = [pieces(self._local, self._peer.span, p.layers, p.run.here, p.run.there) for p in merged(parts)]
-        self._peer.check_lease(self._ticket.ticket_id)
-        return (
-            found[0]
-            if len(found) == 1
-            else Pieces(
-                found[0].local,
-                found[0].remote,
-                np.concatenate([one.local_indices for one in found]),
-                np.concatenate([one.remote_indices for one in found]),
-            )
+    def _new_writes(self, packing: Packing | None) -> PlainWrites | PackedWrites:
+        if packing is None:
+            return PlainWrites(self._local, self._peer, self._ticket, self._sums)
+        num_tokens = self._reservation.num_tokens - self.num_cached_tokens
+        return PackedWrites(packing, self._peer, self._ticket, num_tokens, self._sums)
+
+    def _new_stream(self) -> WriteStream[Part]:
+        writes, is_checked = self._writes, self._sums is not None
+        return WriteStream(
+            self._peer.agent_name,
+            self._write_failed,
+            writes.work_out,
+            beside=writes.beside if is_checked else None,
+            arrived=self._tell_arrived if is_checked else None,
+            ended=writes.ended,
+            has_room=writes.has_room,
+            coding=self._ticket.coding,
         )
-
-    def _add_to_sums(self, parts: Sequence[Part]) -> None:
-        """Beside the writes, which take as long."""
-        assert self._sums is not None
-        for part in merged(parts):
-            if part.run.checked:
-                block_ids, slots = zip(*part.run.checked, strict=True)
-                self._sums.add(part.layers, block_ids, slots)
 
     def _tell_arrived(self, parts: Sequence[Part]) -> None:
         """Which blocks the peer may check already. On the transfer thread."""
@@ -231,6 +226,7 @@ class Outgoing:
             drafting=drafting,
             checksums=() if self._sums is None else self._sums.values(),
             mac=self._ticket.mac,
+            coding=self._ticket.coding,
         )
 
     def _has_ended(self) -> TransferFailed:

@@ -111,6 +111,11 @@ class Peer:
         return self._span
 
     @property
+    def codings(self) -> tuple[str, ...]:
+        """That it takes KV in, besides as it is."""
+        return self._description.codings
+
+    @property
     def is_lost(self) -> bool:
         return self._lost is not None
 

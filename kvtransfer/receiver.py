@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from kvtransfer import metrics
 from kvtransfer.admission import Admission
 from kvtransfer.attempts import EndedAttempts, again
-from kvtransfer.block_checks import BlockChecks
 from kvtransfer.checks import check_reservation, misfit
+from kvtransfer.coding import ticket_bytes
+from kvtransfer.contents import Contents
 from kvtransfer.errors import (
     AttemptEnded,
     CorruptBlocks,
@@ -33,6 +34,7 @@ from kvtransfer.leases import Leases
 from kvtransfer.ownership import TRANSITIONS, Effect, Event, Lease, State
 from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.ticket import HandoverRecord, ReceivedSequence, Reservation, SenderIdentity, Ticket
+from kvtransfer.unpacking import Unpacking
 from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
 from protos.errors import ServiceError
@@ -58,6 +60,7 @@ class Receiver:
         failed: FailedListener | None = None,
         headroom: Callable[[], int] = lambda: 0,
         verification: Verification | None = None,
+        unpacking: Unpacking | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -65,7 +68,7 @@ class Receiver:
         self._options = options or ReceiverOptions()
         self._failed = failed
         self._clock = clock
-        self._checks = BlockChecks(verification)
+        self._contents = Contents(pool, verification, unpacking)
         self._admission = Admission(pool, headroom=headroom, place_s=self._options.place_s, clock=clock)
         self._granting = Granting(
             pool,
@@ -117,7 +120,7 @@ class Receiver:
         self._check(reservation)
         lease = self._granting.lease(reservation)
         self._step(Event.GRANT, lease)
-        self._checks.start(lease.ticket)
+        self._contents.start(lease.ticket)
         return lease.ticket
 
     def check_not_ended(self, attempt_id: str) -> None:
@@ -126,7 +129,7 @@ class Receiver:
 
     async def receive(self, record: HandoverRecord) -> ReceivedSequence:
         """Takes the sequence, once what lies in the blocks that the ticket wants checked has been compared with the
-        record: publishes its full blocks and passes the lease's references to the caller.
+        record, and unpacked: publishes its full blocks and passes the lease's references to the caller.
 
         Raises:
             UnknownTicket: also for one that was committed before. TicketEnded, LeaseExpired: too late, or meanwhile.
@@ -135,7 +138,7 @@ class Receiver:
         """
         lease = self._accept(record)
         try:
-            await self._checks.finish(lease.ticket.ticket_id, record.checksums)
+            await self._contents.make_ready(lease.ticket, record)
         except CorruptBlocks as error:
             self._doubt(record, error)
             raise
@@ -209,7 +212,7 @@ class Receiver:
         """By ticket id: so many of its blocks, from the first on, are written. Spares time when the record comes."""
         for ticket_id, num_written in num_blocks.items():
             if self._of_sender(ticket_id, sender_epoch) is not None:
-                self._checks.written(ticket_id, num_written)
+                self._contents.written(ticket_id, num_written)
 
     def sender_gone(self, sender_epoch: str) -> None:
         """An Attach stream of this sender ended. With its last one all its uncommitted tickets fail at once."""
@@ -236,7 +239,7 @@ class Receiver:
             self.expire()
 
     def _check(self, reservation: Reservation) -> None:
-        check_reservation(reservation, self._layout, self._pool.num_blocks)
+        check_reservation(reservation, self._layout, self._pool.num_blocks, self._contents.codings)
         if reservation.sender.epoch not in self._streams:
             raise SenderNotAttached(f"prefill worker {reservation.sender.worker_id!r} has no Attach stream here")
         self._ended.check(reservation.attempt_id)
@@ -273,7 +276,7 @@ class Receiver:
             after = lease.after(event, self._clock(), error)
             self._leases.put(after)
             if after.state not in (State.LIVE, State.CHECKING):
-                self._checks.drop(after.ticket.ticket_id)
+                self._contents.drop(after.ticket.ticket_id)
             if {Effect.HOLD, Effect.HAND_OVER, Effect.END} & set(effects):
                 metrics.TICKETS.labels(event.value).inc()
         for effect in effects:
@@ -282,7 +285,7 @@ class Receiver:
             elif lease is not None and effect is Effect.HAND_OVER:
                 for block_id, block_hash in lease.filled_blocks:
                     self._pool.publish(block_id, block_hash)
-                metrics.RECEIVED_BYTES.inc(lease.num_received_blocks * self._layout.block_bytes)
+                metrics.RECEIVED_BYTES.labels(lease.ticket.coding).inc(ticket_bytes(self._layout, lease.ticket))
                 self._ended.add(attempt_id, DuplicateAttempt(f"attempt {attempt_id!r} was committed before"))
             elif error is not None and effect is Effect.END:
                 logger.info("attempt %s: %s", attempt_id, error)

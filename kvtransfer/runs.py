@@ -1,4 +1,4 @@
-"""How the blocks of one sequence are written: in runs, layer by layer. Which of them have arrived."""
+"""How the blocks of one sequence are written: in runs, part after part. Which of them have arrived."""
 
 from __future__ import annotations
 
@@ -11,29 +11,40 @@ from kvtransfer.agent import Indices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Consecutive blocks of the sequence that are written together: where they are here, and at the peer."""
+    """Consecutive blocks of the sequence that are computed together: where they are here, and at the peer."""
 
-    local_ids: tuple[int, ...]
     start: int  # index into the ticket's blocks
+    local_ids: tuple[int, ...]
     here: Indices
     there: Indices
-    checked: tuple[tuple[int, int], ...]  # local block, and slot of its sums, of those that have any
+
+    @property
+    def blocks(self) -> range:
+        return range(len(self.local_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """These layers of a run."""
+    """These layers of some blocks of a run; `blocks` are indices into it."""
 
     run: Run
     layers: range
+    blocks: range
+
+    @property
+    def indices(self) -> range:
+        """Into the ticket's blocks."""
+        return range(self.run.start + self.blocks.start, self.run.start + self.blocks.stop)
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """One part for neighbouring layers of the same run."""
+    """One part for neighbouring layers of the same blocks."""
     found = list[Part]()
     for part in parts:
-        if found and found[-1].run is part.run and found[-1].layers.stop == part.layers.start:
-            found[-1] = replace(found[-1], layers=range(found[-1].layers.start, part.layers.stop))
+        last = found[-1] if found else None
+        goes_on = last is not None and last.run is part.run and last.blocks == part.blocks
+        if last is not None and goes_on and last.layers.stop == part.layers.start:
+            found[-1] = replace(last, layers=range(last.layers.start, part.layers.stop))
         else:
             found.append(part)
     return found
@@ -44,17 +55,17 @@ class Arrived:
 
     def __init__(self, num_layers: int) -> None:
         self.num_blocks = 0
-        self._num_all_layers = num_layers
-        self._num_layers: Counter[Run] = Counter()  # of runs that are beyond `num_blocks`
+        self._num_layers = num_layers
+        self._num_pieces: Counter[Run] = Counter()  # layers of blocks, of runs that are beyond `num_blocks`
 
     def add(self, parts: Sequence[Part]) -> bool:
         """Whether `num_blocks` grew."""
         before = self.num_blocks
         for part in parts:
-            self._num_layers[part.run] += len(part.layers)
-        for run in sorted(self._num_layers, key=lambda run: run.start):
-            if run.start != self.num_blocks or self._num_layers[run] < self._num_all_layers:
+            self._num_pieces[part.run] += len(part.layers) * len(part.blocks)
+        for run in sorted(self._num_pieces, key=lambda run: run.start):
+            if run.start != self.num_blocks or self._num_pieces[run] < len(run.blocks) * self._num_layers:
                 break
-            del self._num_layers[run]
-            self.num_blocks += len(run.local_ids)
+            del self._num_pieces[run]
+            self.num_blocks += len(run.blocks)
         return self.num_blocks > before

@@ -6,21 +6,26 @@ Event loop only. It owns the transfer thread, one `Peer` for each decode worker,
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from kvtransfer import metrics
 from kvtransfer.agent import TransferAgent
 from kvtransfer.checks import fits
 from kvtransfer.decode_client import DecodeClient
 from kvtransfer.errors import TransferFailed
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.outgoing import Outgoing
+from kvtransfer.packing import Packing
 from kvtransfer.peer import Peer, PeerOptions, connect_peer
-from kvtransfer.ticket import HandoverTarget, Reservation, SenderIdentity
+from kvtransfer.ticket import AS_IS, HandoverTarget, Reservation, SenderIdentity
 from kvtransfer.transfer_thread import TransferOptions, TransferThread
 from model.block_pool import BlockPool
 from model.block_sums import BlockSums
 from protos.channel import open_channel
+
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -28,7 +33,8 @@ _Result = TypeVar("_Result")
 class Sender:
     """Made on a running event loop. `span` is our own cache, whose blocks `pool` has; `agent` has it registered.
 
-    Without `sums` of that cache it can only send to decode workers that check nothing.
+    Without `sums` of that cache it can only send to decode workers that check nothing. With a `packing` of it, from
+    memory that `agent` has registered as well, KV goes in that coding to the decode workers that take it.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class Sender:
         identity: SenderIdentity,
         *,
         sums: BlockSums | None = None,
+        packing: Packing | None = None,
         peer_options: PeerOptions | None = None,
         transfer_options: TransferOptions | None = None,
         open_client: Callable[[str], DecodeClient] = lambda address: DecodeClient(open_channel(address)),
@@ -48,6 +55,7 @@ class Sender:
         self._span = span
         self._identity = identity
         self._sums = sums
+        self._packing = packing
         self._peer_options = peer_options or PeerOptions()
         self._open_client = open_client
         self._thread = TransferThread(agent, options=transfer_options)
@@ -110,8 +118,10 @@ class Sender:
         if self._closed:
             raise TransferFailed("the prefill worker is closing")
         peer = await self._peer(target)
+        packing = self._packing_for(peer)
+        coding = AS_IS if packing is None else packing.coding
         reservation = Reservation(
-            attempt_id, request_id, self._identity, self._span.layout.fingerprint, num_tokens, block_hashes
+            attempt_id, request_id, self._identity, self._span.layout.fingerprint, num_tokens, block_hashes, coding
         )
         ticket = await peer.reserve(reservation, timeout_s)
         if not fits(ticket, reservation, peer.span, peer.epoch):
@@ -120,6 +130,9 @@ class Sender:
         if ticket.checked and self._sums is None:
             peer.release(ticket, "checksums are not computed here")
             raise TransferFailed(f"decode worker {peer.agent_name} wants checksums, which are not computed here")
+        if packing is None and self._packing is not None:
+            metrics.UNCODED.inc()
+        sums = None if self._sums is None else self._sums if packing is None else packing
         outgoing = Outgoing(
             reservation,
             ticket,
@@ -127,7 +140,8 @@ class Sender:
             pool=self._pool,
             local=self._span,
             thread=self._thread,
-            sums=self._sums.start(len(ticket.checked)) if self._sums is not None and ticket.checked else None,
+            sums=sums.start(len(ticket.checked)) if sums is not None and ticket.checked else None,
+            packing=packing,
             own=self._own,
             ended=self._outgoings.discard,
         )
@@ -163,7 +177,12 @@ class Sender:
             await client.close()
             raise
         self._peers[target.worker_id] = peer
+        if self._packing is not None and self._packing_for(peer) is None:
+            logger.warning("%s takes no %s: KV goes there as it is", target.worker_id, self._packing.coding)
         return peer
+
+    def _packing_for(self, peer: Peer) -> Packing | None:
+        return self._packing if self._packing is not None and self._packing.coding in peer.codings else None
 
     def _peer_lost(self, peer: Peer) -> None:
         self._peers = {worker_id: other for worker_id, other in self._peers.items() if other is not peer}

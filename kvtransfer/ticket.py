@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from model.kv_layout import KVLayout
 
+AS_IS = "as-is"  # no coding: KV is written as it lies in the sender's cache
+
 
 @dataclass(frozen=True, slots=True)
 class SenderIdentity:
@@ -36,6 +38,7 @@ class PeerDescription:
     num_blocks: int
     base_address: int
     device_id: int
+    codings: tuple[str, ...] = ()  # that it takes KV in, besides as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Reservation:
     layout_fingerprint: str
     num_tokens: int
     block_hashes: tuple[bytes, ...]
+    coding: str = AS_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Ticket:
     lease_s: float
     checked: tuple[int, ...] = ()  # indices of block_ids: the record has to have checksums of these
     mac: bytes = field(default=b"", repr=False)  # to be returned with the record or the release
+    coding: str = AS_IS  # in which the blocks are to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class HandoverRecord:
     drafting: bytes = b""  # what the drafter needs beside the KV
     checksums: tuple[int, ...] = ()  # two for each block that the ticket wants checked
     mac: bytes = field(default=b"", repr=False)  # the ticket's
+    coding: str = AS_IS
 
 
 @dataclass(frozen=True, slots=True)

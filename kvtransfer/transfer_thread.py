@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from kvtransfer import metrics
 from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.errors import TransferFailed
+from kvtransfer.ticket import AS_IS
 from kvtransfer.write_queue import Batch, Part, WriteQueue
 from protos.errors import ServiceError
 
@@ -52,7 +53,11 @@ class WriteStream(Generic[Part]):
     `work_out` says, on the transfer thread, what is to be copied for parts that are about to be posted as one write.
     `beside` does for them, in one thread for all streams, what is no business of the transport and takes time: the
     write has not ended before it has. Setting `stopped` keeps what is queued from being posted; what was posted runs on
-    to its end. `arrived` tells on the transfer thread of parts that are in the peer's memory.
+    to its end.
+
+    The others are called on the transfer thread: `arrived` for parts that are in the peer's memory; `ended` for parts
+    whose write has ended, well or not, or could not be posted once they were worked out; `has_room` before anything is
+    posted, and while there is none, nothing is: only the end of a write can make room.
     """
 
     peer_name: str
@@ -60,6 +65,9 @@ class WriteStream(Generic[Part]):
     work_out: Callable[[Sequence[Part]], Sequence[Region] | Pieces]
     beside: Callable[[Sequence[Part]], None] | None = None
     arrived: Callable[[Sequence[Part]], None] | None = None
+    ended: Callable[[Sequence[Part]], None] = lambda _: None
+    has_room: Callable[[], bool] = lambda: True
+    coding: str = AS_IS  # what the metrics call it
     stopped: bool = False
     sent_bytes: int = 0
     # the transfer thread's own:
@@ -93,8 +101,9 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
-    def post(self, stream: WriteStream[Part], part: Part, num_bytes: int) -> None:
-        """Queues a part to be written, of about so many bytes. Any thread may call it.
+    def post(self, stream: WriteStream[Part], part: Part, num_bytes: float) -> None:
+        """Queues a part to be written, of about so many bytes: infinitely many, if it shall go alone. Any thread may
+        call it.
 
         Waits while the queue is full. Raises TransferFailed if it stays so."""
         if not self._queue.put(stream, part, num_bytes, self._options.stall_s):
@@ -128,7 +137,8 @@ class TransferThread:
             self._poll()
 
     def _may_post(self, stream: WriteStream[Any]) -> bool:
-        return stream.stopped or self._moving_bytes[stream.peer_name] < self._options.max_moving_bytes
+        is_below = self._moving_bytes[stream.peer_name] < self._options.max_moving_bytes
+        return stream.stopped or (is_below and stream.has_room())
 
     def _close(self) -> None:
         self._closing = True
@@ -141,15 +151,9 @@ class TransferThread:
             what = stream.work_out(parts)
             beside = None if stream.beside is None else self._beside.submit(stream.beside, parts)
             write = self._agent.write(stream.peer_name, what)
-        except PeerUnreachable as error:
-            self._fail(stream, TransferFailed(f"{stream.peer_name} cannot be written to: {error}"))
-            return
-        except ServiceError as error:
-            self._fail(stream, error)
-            return
         except Exception as error:  # a wrong write ends its own stream, not the thread that all others need
-            logger.exception("a write to %s could not be posted", stream.peer_name)
-            self._fail(stream, error)
+            stream.ended(parts)
+            self._fail(stream, _why_not_posted(stream.peer_name, error))
             return
         metrics.WRITE_SECONDS.inc(time.perf_counter() - started)
         metrics.WRITES.inc()
@@ -182,12 +186,13 @@ class TransferThread:
         if state is WriteState.DONE:
             self._done_at[stream.peer_name] = now
             stream.sent_bytes += posted.write.num_bytes
-            metrics.SENT_BYTES.inc(posted.write.num_bytes)
+            metrics.SENT_BYTES.labels(stream.coding).inc(posted.write.num_bytes)
             self._tell_arrived(posted)
         else:
             self._fail(
                 stream, TransferFailed(f"a write of {posted.write.num_bytes} bytes to {stream.peer_name} failed")
             )
+        stream.ended(posted.parts)
         stream.num_moving -= 1
         self._count_moving(stream, -posted.write.num_bytes)
         if stream.num_moving == 0:
@@ -237,6 +242,14 @@ class TransferThread:
             stream.has_failed = True
             metrics.FAILED_WRITES.inc()
             self._loop.call_soon_threadsafe(stream.failed, error)
+
+
+def _why_not_posted(peer_name: str, error: Exception) -> Exception:
+    if isinstance(error, PeerUnreachable):
+        return TransferFailed(f"{peer_name} cannot be written to: {error}")
+    if not isinstance(error, ServiceError):
+        logger.exception("a write to %s could not be posted", peer_name)
+    return error
 
 
 def _poll_safely(write: Write) -> WriteState:

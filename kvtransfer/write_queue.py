@@ -30,7 +30,7 @@ class Batch(Generic[Stream, Part]):
 @dataclass(frozen=True, slots=True)
 class _Queued(Generic[Part]):
     part: Part
-    num_bytes: int
+    num_bytes: float
 
 
 class WriteQueue(Generic[Stream, Part]):
@@ -51,7 +51,7 @@ class WriteQueue(Generic[Stream, Part]):
     def __len__(self) -> int:
         return self._num_parts.total()
 
-    def put(self, stream: Stream, part: Part, num_bytes: int, timeout_s: float) -> bool:
+    def put(self, stream: Stream, part: Part, num_bytes: float, timeout_s: float) -> bool:
         """Behind the other parts of its stream. Waits while there are too many of them; False if it stays so."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_parts[stream] < self._max_parts, timeout_s):
@@ -107,7 +107,7 @@ class WriteQueue(Generic[Stream, Part]):
 
     def _next(self, stream: Stream, queued: deque[_Queued[Part] | Job]) -> Batch[Stream, Part] | Job:
         """The end that is first, or the parts before it."""
-        parts, num_bytes = list[Part](), 0
+        parts, num_bytes = list[Part](), 0.0
         while queued:
             first = queued[0]
             if not isinstance(first, _Queued):

@@ -34,7 +34,10 @@ class RunningSums(Protocol):
 
 
 class BlockSums:
-    """Of a cache [L, N, H, 2, B, D]: in C where it lies in host memory and the kernels can run, else in torch."""
+    """Of a cache [L, N, H, 2, B, D]: in C where it lies in host memory and the kernels can run, else in torch.
+
+    Or of a tensor [L, N, bytes] whose bytes are contiguous, such as the first ones of each layer's part of each block.
+    """
 
     def __init__(self, memory: Tensor) -> None:
         self._words = memory.view(memory.shape[0], memory.shape[1], -1).view(torch.int32)  # [L, N, W]
@@ -70,12 +73,13 @@ class _KernelSums:
         self._sums = (ctypes.c_uint64 * (2 * num_blocks))()
 
     def add(self, layers: range, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        _, num_blocks, num_words = self._words.shape
+        per_layer, per_block, _ = self._words.stride()
         array = ctypes.c_long * len(block_ids)
         self._kernels.block_sums(
             self._words.data_ptr(),
-            num_blocks,
-            num_words,
+            per_layer,
+            per_block,
+            self._words.shape[2],
             layers.start,
             layers.stop,
             array(*block_ids),

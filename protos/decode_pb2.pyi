@@ -232,6 +232,7 @@ class PeerDescription(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BASE_ADDRESS_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
+    CODINGS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     agent_name: _builtins.str
     agent_metadata: _builtins.bytes
@@ -243,6 +244,10 @@ class PeerDescription(_message.Message):
     """CUDA device of the cache, -1 for host memory"""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
+    @_builtins.property
+    def codings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In which KV may be written besides as it is: "int8", "fp8" (kvtransfer/eight_bit.py). What is not known may be ignored."""
+
     def __init__(
         self,
         *,
@@ -253,10 +258,11 @@ class PeerDescription(_message.Message):
         num_blocks: _builtins.int = ...,
         base_address: _builtins.int = ...,
         device_id: _builtins.int = ...,
+        codings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "epoch", b"epoch", "layout", b"layout", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "base_address", b"base_address", "codings", b"codings", "device_id", b"device_id", "epoch", b"epoch", "layout", b"layout", "num_blocks", b"num_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +279,7 @@ class ReserveRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    CODING_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     request_id: _builtins.str
     """for the log"""
@@ -281,6 +288,8 @@ class ReserveRequest(_message.Message):
     sender_worker_id: _builtins.str
     layout_fingerprint: _builtins.str
     num_tokens: _builtins.int
+    coding: _builtins.str
+    """one of PeerDescription's; empty: KV is written as it is"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """chained, of the full blocks"""
@@ -295,10 +304,11 @@ class ReserveRequest(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        coding: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "layout_fingerprint", b"layout_fingerprint", "num_tokens", b"num_tokens", "request_id", b"request_id", "sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "coding", b"coding", "layout_fingerprint", b"layout_fingerprint", "num_tokens", b"num_tokens", "request_id", b"request_id", "sender_epoch", b"sender_epoch", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,6 +328,7 @@ class Ticket(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     CHECKED_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
+    CODING_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     epoch: _builtins.str
     """of the decode worker"""
@@ -327,6 +338,8 @@ class Ticket(_message.Message):
     """a duration, on the decode worker's clock, from the grant and from each renewal"""
     mac: _builtins.bytes
     """shows whose ticket it is: to be returned with HandoverRecord or ReleaseRequest"""
+    coding: _builtins.str
+    """As asked for. Each layer's part of a block is written in it to where that part begins; what is behind stays."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of tokens num_cached_tokens .. num_tokens, in order"""
@@ -350,10 +363,11 @@ class Ticket(_message.Message):
         lease_s: _builtins.float = ...,
         checked: _abc.Iterable[_builtins.int] | None = ...,
         mac: _builtins.bytes = ...,
+        coding: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checked", b"checked", "epoch", b"epoch", "generations", b"generations", "lease_s", b"lease_s", "mac", b"mac", "num_cached_tokens", b"num_cached_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checked", b"checked", "coding", b"coding", "epoch", b"epoch", "generations", b"generations", "lease_s", b"lease_s", "mac", b"mac", "num_cached_tokens", b"num_cached_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -380,6 +394,7 @@ class HandoverRecord(_message.Message):
     DRAFTING_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
+    CODING_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     attempt_id: _builtins.str
     epoch: _builtins.str
@@ -393,16 +408,19 @@ class HandoverRecord(_message.Message):
     sent_tokens: _builtins.int
     """num_tokens less the ticket's num_cached_tokens"""
     sent_bytes: _builtins.int
+    """as written, in the coding"""
     drafting: _builtins.bytes
     """what the layout's drafter needs beside the KV to go on; empty if nothing"""
     mac: _builtins.bytes
+    """the ticket's"""
+    coding: _builtins.str
     """the ticket's"""
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of each block that the ticket wants checked, in that order, two sums over its words w_i of 32 bits, little-endian,
-        layer after layer: of w_i, and of (i + 1) w_i, both modulo 2^64.
+        layer after layer: of w_i, and of (i + 1) w_i, both modulo 2^64. In a coding they are over what was written.
         """
 
     def __init__(
@@ -421,10 +439,11 @@ class HandoverRecord(_message.Message):
         drafting: _builtins.bytes = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         mac: _builtins.bytes = ...,
+        coding: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "checksums", b"checksums", "drafting", b"drafting", "epoch", b"epoch", "first_token_id", b"first_token_id", "generations", b"generations", "layout_fingerprint", b"layout_fingerprint", "mac", b"mac", "num_tokens", b"num_tokens", "sender_epoch", b"sender_epoch", "sent_bytes", b"sent_bytes", "sent_tokens", b"sent_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "checksums", b"checksums", "coding", b"coding", "drafting", b"drafting", "epoch", b"epoch", "first_token_id", b"first_token_id", "generations", b"generations", "layout_fingerprint", b"layout_fingerprint", "mac", b"mac", "num_tokens", b"num_tokens", "sender_epoch", b"sender_epoch", "sent_bytes", b"sent_bytes", "sent_tokens", b"sent_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,14 +46,14 @@ static void add_words(const uint32_t *w, long n, uint64_t index, uint64_t *s1, u
 }
 
 /* Of each of `count` blocks of the cache [L, N, W], W words, the layers from `first` up to `end`: added to the two sums
- * at its slot of sums[.., 2]. */
+ * at its slot of sums[.., 2]. From a layer to the next it is `per_layer` words, from a block to the next `per_block`. */
 void block_sums(
-    const uint32_t *cache, long N, long W, long first, long end, const long *blocks, const long *slots, long count,
-    uint64_t *sums
+    const uint32_t *cache, long per_layer, long per_block, long W, long first, long end, const long *blocks,
+    const long *slots, long count, uint64_t *sums
 ) {
     for (long layer = first; layer < end; layer++)
         for (long i = 0; i < count; i++) {
             uint64_t *into = sums + 2 * slots[i];
-            add_words(cache + (layer * N + blocks[i]) * W, W, (uint64_t)layer * W, into, into + 1);
+            add_words(cache + layer * per_layer + blocks[i] * per_block, W, (uint64_t)layer * W, into, into + 1);
         }
 }

@@ -35,7 +35,7 @@ SIGNATURES = {
     "mixture": (_P, _L, _L, _L, _L, _L, _I, _P, _P, _P, _P, _P, _P, _P, _I),
     "store": (_P, _L, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _I, _P, _P, _I),
     "likeliest": (_P, _L, _L, _L, _P, _P),
-    "block_sums": (_P, _L, _L, _L, _L, _P, _P, _L, _P),
+    "block_sums": (_P, _L, _L, _L, _L, _L, _P, _P, _L, _P),
     "attention": (_P, _L, _L, _L, _L, _I, _P, _L, _P, _P, _P, _L, _P, _P, _P, _I),
 }
 

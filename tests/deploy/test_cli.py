@@ -171,6 +171,7 @@ def test_up_gives_its_workers_the_options_it_was_given() -> None:
         "--max-running": "64",
         "--lease-s": "5.0",
         "--verify-kv": "auto",
+        "--wire-kv": "as-is",
         "--drafter": "auto",
         "--verification": "block",
         "--max-draft-tokens": "7",

@@ -35,6 +35,7 @@ def test_ticket_for_the_blocks_that_are_not_there_fits() -> None:
         {"block_ids": (5, 2, 8)},
         {"block_ids": (5, 2, -1)},
         {"generations": (1, 1)},
+        {"coding": "int8"},
     ],
 )
 def test_other_tickets_do_not(change: dict[str, object]) -> None:

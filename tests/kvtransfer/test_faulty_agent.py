@@ -122,3 +122,16 @@ def test_a_write_that_is_doubled_is_posted_twice_and_done_once() -> None:
         states.append(write.poll())
     assert states[-1] is WriteState.DONE and faulty.landed(0)
     assert faulty.inner.num_writes == 2
+
+
+def test_memory_that_was_added_is_written_from_and_damaged_like_the_cache() -> None:
+    """The bytes beside are taken from behind where nothing is before."""
+    faulty = Faulty("corrupt write 2-3")
+    more = Cache(num_blocks=1)
+    faulty.agent.register(more.address, more.num_bytes)
+    content = more.array.reshape(-1)
+    found = faulty.caches["b"].array.reshape(-1)
+    for number, (start, expected) in enumerate([(0, content[:8]), (0, content[4:12]), (8, content[4:12])]):
+        there = faulty.caches["b"].address + 8 * number
+        assert faulty.agent.write("b", [Region(more.address + start, there, 8)]).poll() is WriteState.DONE
+        assert np.array_equal(found[8 * number : 8 * number + 8], expected)

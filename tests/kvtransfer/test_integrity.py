@@ -27,7 +27,7 @@ from kvtransfer.errors import (
 from kvtransfer.integrity import Verification, is_seal, seal
 from kvtransfer.loopback_agent import LoopbackNetwork
 from kvtransfer.receiver import Receiver
-from kvtransfer.ticket import HandoverRecord, HandoverTarget, Ticket
+from kvtransfer.ticket import AS_IS, HandoverRecord, HandoverTarget, Ticket
 from model.block_pool import hash_blocks
 from model.block_sums import BlockSums
 from protos.errors import ServiceError
@@ -137,11 +137,21 @@ async def test_record_waits_for_what_is_being_added_up_and_nothing_is_added_twic
     desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 999})
     receiving = asyncio.create_task(desk.receiver.receive(record_of(ticket)))
     await asyncio.sleep(0.02)
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 2})
     assert len(desk.sums.asked) == 1 and not receiving.done()
     desk.sums.may_end.set()
     await receiving
     assert desk.sums.asked == [[block_id] for block_id in ticket.block_ids]
     assert desk.sums.slots == [0, 1]
+
+
+async def test_nothing_is_added_twice_for_a_heartbeat_that_comes_behind_the_record(desk: CheckingDesk) -> None:
+    ticket, receiving = await desk.checking()
+    desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 2})
+    await asyncio.sleep(0.02)
+    desk.sums.may_end.set()
+    await receiving
+    assert desk.sums.asked == [list(ticket.block_ids)]
 
 
 async def test_ticket_that_ends_is_not_checked_any_further(desk: CheckingDesk) -> None:
@@ -152,7 +162,7 @@ async def test_ticket_that_ends_is_not_checked_any_further(desk: CheckingDesk) -
     desk.receiver.abort("a", "the client left")
     desk.receiver.release(tickets[1].ticket_id, SENDER.epoch, mac=tickets[1].mac)
     desk.receiver.sender_gone(SENDER.epoch)
-    assert len(desk.receiver._checks) == 0
+    assert len(desk.receiver._contents._checks) == 0
     desk.sums.may_end.set()
     await asyncio.sleep(0.02)
     assert len(desk.sums.asked) == 1
@@ -165,7 +175,7 @@ async def test_block_that_is_said_to_be_written_too_early_is_not_taken(late_bloc
     sums, ticket = BlockSums(memory), Ticket("t", "d1", 0, (2, 1), (0, 0), 1.0, checked=(0, 1))
     sent = sums.start(2)
     sent.add(sums.layers, ticket.block_ids, (0, 1))
-    checks, counted = BlockChecks(Verification(sums, 1.0)), metrics.CHECKED_BYTES._value.get()
+    checks, counted = BlockChecks({AS_IS: Verification(sums, 1.0)}), metrics.CHECKED_BYTES._value.get()
     checks.start(ticket)
     memory[1, late_block, 5] += 1
     checks.written("t", 1)
@@ -250,15 +260,16 @@ def test_sample_is_what_chance_chooses_and_never_nothing() -> None:
 
 
 def test_seal_is_of_everything_that_makes_a_ticket() -> None:
-    ticket = (b"key", "t", "s1", "a", (1, 2), (3, 4))
+    ticket = (b"key", "t", "s1", "a", (1, 2), (3, 4), AS_IS)
     others = [
-        (b"kez", "t", "s1", "a", (1, 2), (3, 4)),
-        (b"key", "u", "s1", "a", (1, 2), (3, 4)),
-        (b"key", "t", "s2", "a", (1, 2), (3, 4)),
-        (b"key", "t", "s1", "b", (1, 2), (3, 4)),
-        (b"key", "t", "s1", "a", (2, 1), (3, 4)),
-        (b"key", "t", "s1", "a", (1,), (2, 3, 4)),
-        (b"key", "t", "s1", "a", (1, 2), (3, 5)),
+        (b"kez", "t", "s1", "a", (1, 2), (3, 4), AS_IS),
+        (b"key", "u", "s1", "a", (1, 2), (3, 4), AS_IS),
+        (b"key", "t", "s2", "a", (1, 2), (3, 4), AS_IS),
+        (b"key", "t", "s1", "b", (1, 2), (3, 4), AS_IS),
+        (b"key", "t", "s1", "a", (2, 1), (3, 4), AS_IS),
+        (b"key", "t", "s1", "a", (1,), (2, 3, 4), AS_IS),
+        (b"key", "t", "s1", "a", (1, 2), (3, 5), AS_IS),
+        (b"key", "t", "s1", "a", (1, 2), (3, 4), "int8"),
     ]
     assert len(seal(*ticket)) == 32 and is_seal(seal(*ticket), seal(*ticket))
     assert not any(is_seal(seal(*ticket), seal(*other)) for other in others)

@@ -90,7 +90,7 @@ def test_memory_outside_the_caches_is_refused() -> None:
         Region(two.here.address, two.there.address + two.there.num_bytes - 4, 8),
         Region(two.here.address, two.there.address, 0),
     ):
-        with pytest.raises(ValueError, match="not inside the registered cache"):
+        with pytest.raises(ValueError, match="not inside the registered memory"):
             two.agent.write("b", [region])
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from protos.errors import ServiceError
-from tests.kvtransfer.test_handover import BLOCK, Pair, pair
+from tests.kvtransfer.test_handover import BLOCK, Pair, eventually, pair
 
 NUM_RESERVATIONS, AT_ONCE = 10_000, 8
 
@@ -27,6 +27,7 @@ async def _one(both: Pair, number: int, rng: random.Random) -> str:
         return "cancelled"
     except ServiceError as error:  # the machine is busy, and leases are short here
         return error.reason
+    await eventually(lambda: both.prefill.pool.num_free >= 3, within_s=20.0)  # those cancelled let go of theirs later
     blocks = both.compute(outgoing, num_tokens)
     ending = asyncio.create_task(outgoing.commit(11, num_tokens) if rng.random() < 0.3 else outgoing.abort("enough"))
     if rng.random() < 0.3:

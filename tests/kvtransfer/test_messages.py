@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer import messages
-from kvtransfer.ticket import HandoverRecord, Heartbeat, PeerDescription, Reservation, SenderIdentity, Ticket
+from kvtransfer.ticket import AS_IS, HandoverRecord, Heartbeat, PeerDescription, Reservation, SenderIdentity, Ticket
 from protos import decode_pb2
 from protos.errors import InvalidArgument
 from tests.kvtransfer.cache import LAYOUT
@@ -26,27 +26,38 @@ def test_layout_that_no_cache_can_have_is_the_callers_fault() -> None:
 
 
 def test_description() -> None:
-    description = PeerDescription("d1", "agent", b"\x00\xff", LAYOUT, 32, 2**63 + 5, -1)
+    description = PeerDescription("d1", "agent", b"\x00\xff", LAYOUT, 32, 2**63 + 5, -1, ("int8", "one of next year"))
     sent = messages.description_to_message(description).SerializeToString()
     assert messages.description_from_message(decode_pb2.PeerDescription.FromString(sent)) == description
 
 
-def test_reservation() -> None:
-    reservation = Reservation("a", "r", SENDER, "f", 9, (b"one", b"\x00two"))
+@pytest.mark.parametrize("coding", [AS_IS, "int8"])
+def test_reservation(coding: str) -> None:
+    reservation = Reservation("a", "r", SENDER, "f", 9, (b"one", b"\x00two"), coding)
     sent = messages.reservation_to_message(reservation).SerializeToString()
     assert messages.reservation_from_message(decode_pb2.ReserveRequest.FromString(sent)) == reservation
 
 
-def test_ticket() -> None:
-    ticket = Ticket("t", "d1", 8, (3, 4, 9), (1, 1, 7), 2.5)
+@pytest.mark.parametrize("coding", [AS_IS, "int8"])
+def test_ticket(coding: str) -> None:
+    ticket = Ticket("t", "d1", 8, (3, 4, 9), (1, 1, 7), 2.5, coding=coding)
     sent = messages.ticket_to_message(ticket).SerializeToString()
     assert messages.ticket_from_message(decode_pb2.Ticket.FromString(sent)) == ticket
 
 
-def test_record() -> None:
-    record = HandoverRecord("t", "a", "d1", "s1", "f", (1, 2), 9, 77, 9, 4096)
+@pytest.mark.parametrize("coding", [AS_IS, "fp8"])
+def test_record(coding: str) -> None:
+    record = HandoverRecord("t", "a", "d1", "s1", "f", (1, 2), 9, 77, 9, 4096, coding=coding)
     sent = messages.record_to_message(record).SerializeToString()
     assert messages.record_from_message(decode_pb2.HandoverRecord.FromString(sent)) == record
+
+
+def test_kv_as_it_is_needs_no_word() -> None:
+    """So that workers that know of no coding understand each other with those that do."""
+    asked = messages.reservation_to_message(Reservation("a", "r", SENDER, "f", 9, ()))
+    granted = messages.ticket_to_message(Ticket("t", "d1", 8, (), (), 2.5))
+    record = messages.record_to_message(HandoverRecord("t", "a", "d1", "s1", "f", (), 9, 77, 9, 4096))
+    assert (asked.coding, granted.coding, record.coding) == ("", "", "")
 
 
 def test_heartbeat() -> None:

@@ -11,14 +11,18 @@ from kvtransfer import messages
 from kvtransfer.agent import TransferAgent
 from kvtransfer.errors import LayoutMismatch
 from kvtransfer.geometry import CacheSpan
+from kvtransfer.integrity import Verification
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
+from kvtransfer.packing import Packing
 from kvtransfer.peer import PeerOptions
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import HandoverTarget, PeerDescription, ReceivedSequence, SenderIdentity
 from kvtransfer.transfer_thread import TransferOptions
+from kvtransfer.unpacking import Unpacking
 from model.block_pool import BlockPool
+from model.block_sums import BlockSums
 from model.kv_layout import KVLayout
 from protos import decode_pb2, decode_pb2_grpc
 from protos.errors import NotFound, ServiceError, Unimplemented
@@ -40,6 +44,8 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         layout: KVLayout = LAYOUT,
         options: ReceiverOptions = FAST_LEASE,
         epoch: str | None = None,
+        verification: Verification | None = None,
+        unpacking: Unpacking | None = None,
     ) -> None:
         self.agent, self.cache, self.layout = agent, cache, layout
         self.epoch = epoch or secrets.token_hex(4)
@@ -50,7 +56,16 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         self.mute = False  # heartbeats are answered but renew nothing
         self.silent = False  # they are not even answered
         self.answer_delay_s = 0.0  # from a ticket granted to its sending
-        self.receiver = Receiver(self.pool, layout, self.epoch, options=options, failed=self.failed.__setitem__)
+        self.codings = () if unpacking is None else unpacking.codings
+        self.receiver = Receiver(
+            self.pool,
+            layout,
+            self.epoch,
+            options=options,
+            failed=self.failed.__setitem__,
+            verification=verification,
+            unpacking=unpacking,
+        )
 
     async def HandOver(self, request: decode_pb2.HandOverRequest, context: Any) -> decode_pb2.HandOverResponse:
         raise NotFound("nothing decodes here", field="attempt_id")
@@ -84,6 +99,7 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
                 num_blocks=self.pool.num_blocks,
                 base_address=self.cache.address,
                 device_id=-1,
+                codings=self.codings,
             )
         )
 
@@ -132,6 +148,8 @@ class PrefillSide:
         layout: KVLayout = LAYOUT,
         stall_s: float = 0.5,
         max_batch_bytes: int = 0,  # a write for each layer: tests count them
+        sums: BlockSums | None = None,
+        packing: Packing | None = None,
     ) -> None:
         self.agent, self.cache = agent, cache
         self.pool = BlockPool(cache.array.shape[1])
@@ -140,6 +158,8 @@ class PrefillSide:
             self.pool,
             CacheSpan(layout, cache.address, self.pool.num_blocks),
             SenderIdentity("prefill-0", secrets.token_hex(4)),
+            sums=sums,
+            packing=packing,
             peer_options=FAST_PEER,
             transfer_options=TransferOptions(stall_s=stall_s, max_batch_bytes=max_batch_bytes),
         )

@@ -96,3 +96,24 @@ def test_what_changed_shows(of: Callable[[Tensor], BlockSums], change: str) -> N
     after.add(range(3), [2], [0])
     assert after.values() != before.values()
     assert (after.values()[0] != before.values()[0]) == (change == "bit")
+
+
+def test_only_the_first_bytes_of_each_layer_of_a_block_are_summed(of: Callable[[Tensor], BlockSums]) -> None:
+    memory = noise((3, 5, 2, 2, 4, 4))
+    first = memory.view(3, 5, -1).view(torch.uint8)[:, :, :80]
+    summer = of(first)
+    assert summer.block_bytes == 3 * 80
+    sums = summer.start(2)
+    sums.add(range(3), [4, 1], [0, 1])
+    assert sums.values() == (*naive(first, 4), *naive(first, 1))
+
+
+def test_whatever_layer_lies_there_is_weighted_as_that_layer(of: Callable[[Tensor], BlockSums]) -> None:
+    """Memory that one layer after the other is put into, in the place of any block."""
+    layers = noise((3, 1, 96), torch.uint8)
+    there = torch.zeros((7, 96), dtype=torch.uint8)
+    sums = of(there.expand(3, 7, 96)).start(1)
+    for layer, place in ((2, 6), (0, 3), (1, 6)):
+        there[place] = layers[layer, 0]
+        sums.add(range(layer, layer + 1), [place], [0])
+    assert sums.values() == naive(layers, 0)
