@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer import metrics
+from kvtransfer import metrics, unpacking
 from kvtransfer.agent import Grid, Pieces, WriteState
 from kvtransfer.coding import block_bytes, codings
 from kvtransfer.errors import AttemptEnded, CorruptBlocks, InvalidReservation, TicketEnded, TransferFailed
@@ -54,7 +54,10 @@ async def send(pair: WirePair, outgoing: Outgoing, blocks: Sequence[int], *, by_
     [LAYOUT, replace(LAYOUT, dtype="float32"), replace(LAYOUT, dtype="float16"), LATENT],
     ids=["bfloat16", "float32", "float16", "latent"],
 )
-async def test_what_arrives_is_what_plain_coding_gives(layout: KVLayout, coding: str, agents: tuple[Any, Any]) -> None:
+async def test_what_arrives_is_what_plain_coding_gives(
+    layout: KVLayout, coding: str, agents: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "_BLOCKS_AT_ONCE", 4)
     before = {name: metrics.SENT_BYTES.labels(name)._value.get() for name in ("as-is", coding)}
     received_before = metrics.RECEIVED_BYTES.labels(coding)._value.get()
     checked_before = metrics.CHECKED_BYTES._value.get()
@@ -302,12 +305,12 @@ held: list[HeldUnpacking] = []
 async def test_blocks_that_are_being_unpacked_are_given_to_nobody(what: str) -> None:
     """Whatever becomes of their ticket: the thread still writes there."""
     async with wire_pair(unpacking=HeldUnpacking) as pair:
-        unpacking, decode = held[-1], pair.decode
+        thread, decode = held[-1], pair.decode
         blocks = pair.prefill.pool.allocate(4)
         outgoing = await pair.reserve("a", 4 * BLOCK)
         await send(pair, outgoing, blocks)
         committing = asyncio.create_task(outgoing.commit(11, 4 * BLOCK))
-        await eventually(unpacking.is_waiting.is_set)
+        await eventually(thread.is_waiting.is_set)
         assert decode.pool.match_prefix(hashes_of(4 * BLOCK, layout=LAYOUT)) == []  # not published yet
         if what == "abort":
             decode.receiver.abort("a", "the router's stream ended")
@@ -322,7 +325,7 @@ async def test_blocks_that_are_being_unpacked_are_given_to_nobody(what: str) -> 
         assert decode.pool.num_used == 4
         taken = decode.pool.allocate(28)  # everybody else's
         assert not set(taken) & set(outgoing._ticket.block_ids)
-        unpacking.may_go_on.set()
+        thread.may_go_on.set()
         if what != "cancelled":
             with pytest.raises((AttemptEnded, TicketEnded)):
                 await committing
