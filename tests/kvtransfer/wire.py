@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tests.kvtransfer.workers import DecodeSide, PrefillSide, loopback
 
 LAYOUT = KVLayout(model_digest="tiny", dtype="bfloat16", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
 BLOCK = LAYOUT.block_size
+_TEST_S = 30.0
 
 
 def memory_of(cache: Cache, layout: KVLayout = LAYOUT) -> Tensor:
@@ -123,7 +125,8 @@ async def wire_pair(
         agent.register(packing.address, packing.num_bytes)
     prefill = PrefillSide(agent, prefill_cache, layout=layout, stall_s=5.0, sums=BlockSums(here), packing=packing)
     try:
-        yield WirePair(prefill, decode, packing, layout)
+        async with asyncio.timeout(_TEST_S):
+            yield WirePair(prefill, decode, packing, layout)
     finally:
         await prefill.stop()
         await decode.stop()
