@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from kvtransfer.unpacking import Unpacking
 from model.block_sums import BlockSums
 from model.kv_layout import KVLayout
 from tests.kvtransfer.cache import Cache, hashes_of
-from tests.kvtransfer.workers import DecodeSide, PrefillSide, loopback
+from tests.kvtransfer.workers import FAST_PEER, DecodeSide, PrefillSide, loopback
 
 LAYOUT = KVLayout(model_digest="tiny", dtype="bfloat16", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
 BLOCK = LAYOUT.block_size
@@ -124,6 +124,7 @@ async def wire_pair(
         packing = Packing(codec, here, num_slots=num_slots, slot_bytes=blocks_per_slot * codec.packed_bytes)
         agent.register(packing.address, packing.num_bytes)
     prefill = PrefillSide(agent, prefill_cache, layout=layout, stall_s=5.0, sums=BlockSums(here), packing=packing)
+    prefill.sender._peer_options = replace(FAST_PEER, silence_s=10.0)  # packing is slow where the machine is busy
     try:
         async with asyncio.timeout(_TEST_S):
             yield WirePair(prefill, decode, packing, layout)
