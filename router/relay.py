@@ -20,13 +20,14 @@ from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, Invalid
 from router import metrics
 from router.attempt import Attempt, AttemptFailed, ended_early
 from router.config import RelayPolicy
+from router.dispatch import Dispatch
 from router.links import Links
 from router.messages import emitted_tokens
 from router.move import Move, moved
 from router.placement import Demand, Placement, WorkerId, place
 from router.timeline import RequestClock, Served, joined, timeline, usage
 from router.validation import Request
-from router.workers import Dispatch, WorkerTable
+from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, NotFound, ServiceError
+from router.dispatch import Dispatch, Dispatches
 from router.placement import Candidate, Placement, Role, WorkerId
 from router.profile import WorkerProfile, refuse_misfit
 
@@ -59,32 +60,11 @@ class Worker:
     is_reachable: bool = True
     is_drained: bool = False  # an operator has said so
     commands: asyncio.Queue[Role | ServiceError | None] = field(default_factory=asyncio.Queue)
-    dispatches: set[Dispatch] = field(default_factory=set)
+    dispatches: Dispatches = field(default_factory=Dispatches)
+    fingerprint: str = field(init=False)
 
-
-@dataclass(slots=True, eq=False)
-class Dispatch:
-    """The load that one attempt puts on its workers, from placement until `end`.
-
-    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere.
-    """
-
-    at: float
-    num_tokens: int
-    num_blocks: int
-    prefill: Worker | None
-    decode: Worker | None
-    is_prefilled: bool = False
-    leaving: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def prefilled(self) -> None:
-        """The first token is there: nothing is queued any more, and the decode worker's report has the blocks."""
-        self.is_prefilled = True
-
-    def end(self) -> None:
-        for worker in (self.prefill, self.decode):
-            if worker is not None:
-                worker.dispatches.discard(self)
+    def __post_init__(self) -> None:
+        self.fingerprint = self.profile.layout.fingerprint  # it is a hash, and asked for with each placement
 
 
 class WorkerTable:
@@ -116,7 +96,8 @@ class WorkerTable:
         self._workers = {name: other for name, other in self._workers.items() if not self._is_forgotten(other)}
         worker = Worker(profile, role, load, self._clock(), is_drained=is_drained)
         if known is not None and same_process:
-            _pass_on(known.dispatches, known, worker)
+            worker.dispatches, known.dispatches = known.dispatches, Dispatches()  # what runs there still does
+            self._heard(worker)
         self._workers[profile.id.name] = worker
         self._tell_dispatches(worker)
         self._notify()
@@ -126,7 +107,8 @@ class WorkerTable:
         if worker.load.state is WorkerState.LOST:
             return  # replaced meanwhile
         was_ready, was_leaving = self._is_ready(worker), _is_leaving(worker)
-        worker.load, worker.reported_at, worker.is_reachable = load, self._clock(), True
+        worker.load, worker.is_reachable = load, True
+        self._heard(worker)
         if _is_leaving(worker) != was_leaving:
             self._tell_dispatches(worker)
         if self._is_ready(worker) != was_ready:
@@ -135,7 +117,7 @@ class WorkerTable:
     def lost(self, worker: Worker) -> None:
         """Its stream has ended."""
         worker.load = WorkerLoad(WorkerState.LOST)
-        worker.reported_at = self._clock()
+        self._heard(worker)
         self._notify()
 
     def unreachable(self, worker_id: WorkerId) -> None:
@@ -180,10 +162,14 @@ class WorkerTable:
             None if worker is None else self._workers[worker.id.name]
             for worker in (placement.prefill, placement.decode)
         )
-        dispatch = Dispatch(self._clock(), num_tokens, num_blocks, prefill, decode)
-        for worker in (prefill, decode):
-            if worker is not None:
-                worker.dispatches.add(dispatch)
+        dispatch = Dispatch(
+            self._clock(),
+            num_tokens,
+            num_blocks,
+            prefill=None if prefill is None else prefill.dispatches,
+            decode=None if decode is None else decode.dispatches,
+        )
+        dispatch.begin()
         if decode is not None and _is_leaving(decode):
             dispatch.leaving.set()
         return dispatch
@@ -238,11 +224,15 @@ class WorkerTable:
 
     def _tell_dispatches(self, worker: Worker) -> None:
         for dispatch in worker.dispatches:
-            if dispatch.decode is worker:
+            if dispatch.decode is worker.dispatches:
                 if _is_leaving(worker):
                     dispatch.leaving.set()
                 else:
                     dispatch.leaving.clear()
+
+    def _heard(self, worker: Worker) -> None:
+        worker.reported_at = self._clock()
+        worker.dispatches.reported(worker.reported_at - _SETTLE_S)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -260,33 +250,19 @@ class WorkerTable:
         return worker.load.state is WorkerState.READY and not worker.is_drained and is_heard
 
     def _candidate(self, worker: Worker) -> Candidate:
-        load, coming = worker.load, [each for each in worker.dispatches if not each.is_prefilled]
-        unreported = [
-            each
-            for each in coming
-            if (each.prefill or each.decode) is worker and each.at > worker.reported_at - _SETTLE_S
-        ]
-        num_decoding = sum(each.decode is worker for each in worker.dispatches)
+        load, sent = worker.load, worker.dispatches
         return Candidate(
             id=worker.profile.id,
             address=worker.profile.address,
             role=worker.role,
             is_ready=self._is_ready(worker),
-            fingerprint=worker.profile.layout.fingerprint,
+            fingerprint=worker.fingerprint,
             num_blocks=worker.profile.num_blocks,
-            num_queued_tokens=load.queued_prefill_tokens + sum(each.num_tokens for each in unreported),
-            num_active=max(load.num_running + load.num_waiting, num_decoding),
-            num_free_blocks=load.num_free_blocks - sum(each.num_blocks for each in coming if each.decode is worker),
+            num_queued_tokens=load.queued_prefill_tokens + sent.num_unreported_tokens,
+            num_active=max(load.num_running + load.num_waiting, sent.num_decoding),
+            num_free_blocks=load.num_free_blocks - sent.num_coming_blocks,
             max_context_tokens=worker.profile.max_context_tokens,
         )
-
-
-def _pass_on(dispatches: set[Dispatch], before: Worker, after: Worker) -> None:
-    """It is the same process that has registered anew: what runs there still does."""
-    after.dispatches, before.dispatches = dispatches, set()
-    for dispatch in dispatches:
-        dispatch.prefill = after if dispatch.prefill is before else dispatch.prefill
-        dispatch.decode = after if dispatch.decode is before else dispatch.decode
 
 
 def _is_leaving(worker: Worker) -> bool:

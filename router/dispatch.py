@@ -1,0 +1,92 @@
+"""What was sent to workers and has not ended yet, with its sums kept: what a worker is known to have to do costs the
+same to ask whether a few requests run there or thousands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """The load that one attempt puts on its workers, from placement until `end`.
+
+    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere.
+    """
+
+    at: float
+    num_tokens: int
+    num_blocks: int
+    prefill: Dispatches | None
+    decode: Dispatches | None
+    is_prefilled: bool = False
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self) -> None:
+        for dispatches in self._places():
+            dispatches.begin(self)
+
+    def prefilled(self) -> None:
+        """The first token is there: nothing is queued any more, and the decode worker's report has the blocks."""
+        if not self.is_prefilled:
+            self.is_prefilled = True
+            for dispatches in self._places():
+                dispatches.prefilled(self)
+
+    def end(self) -> None:
+        self.prefilled()  # or never will be
+        for dispatches in self._places():
+            dispatches.end(self)
+
+    def _places(self) -> list[Dispatches]:
+        return [dispatches for dispatches in (self.prefill, self.decode) if dispatches is not None]
+
+
+class Dispatches:
+    """Those of one worker."""
+
+    def __init__(self) -> None:
+        self.num_decoding = 0  # or on their way to
+        self.num_coming_blocks = 0  # of those that decode here, until they are prefilled
+        self.num_unreported_tokens = 0  # of those that prefill here, until they have or a report has them
+        self._running: set[Dispatch] = set()
+        self._unreported: dict[Dispatch, None] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Dispatch]:
+        return iter(self._running)
+
+    def begin(self, dispatch: Dispatch) -> None:
+        self._running.add(dispatch)
+        if dispatch.decode is self:
+            self.num_decoding += 1
+            self.num_coming_blocks += dispatch.num_blocks
+        if (dispatch.decode if dispatch.prefill is None else dispatch.prefill) is self:
+            self._unreported[dispatch] = None
+            self.num_unreported_tokens += dispatch.num_tokens
+
+    def reported(self, until: float) -> None:
+        """The worker has counted what was sent by then. `until` never decreases from call to call."""
+        while self._unreported and (oldest := next(iter(self._unreported))).at <= until:
+            self._no_longer_unreported(oldest)
+
+    def prefilled(self, dispatch: Dispatch) -> None:
+        if dispatch.decode is self:
+            self.num_coming_blocks -= dispatch.num_blocks
+        if dispatch in self._unreported:
+            self._no_longer_unreported(dispatch)
+
+    def end(self, dispatch: Dispatch) -> None:
+        if dispatch not in self._running:
+            return
+        self._running.remove(dispatch)
+        if dispatch.decode is self:
+            self.num_decoding -= 1
+
+    def _no_longer_unreported(self, dispatch: Dispatch) -> None:
+        del self._unreported[dispatch]
+        self.num_unreported_tokens -= dispatch.num_tokens

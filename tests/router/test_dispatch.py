@@ -1,0 +1,121 @@
+"""The sums that are kept of what was sent to each worker, against a recount of a log, after any sequence of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.dispatch import Dispatch
+from router.placement import Placement, Role
+from router.workers import Worker, WorkerLoad, WorkerState, WorkerTable
+from tests.router.test_workers import Clock, candidate, profile
+
+SETTLE_S = 0.1  # as long as a report may have been under way
+NAMES = ("p0", "p1", "d0", "d1", "b0")
+REPORTED = WorkerLoad(WorkerState.READY, queued_prefill_tokens=7, num_running=1, num_free_blocks=1000)
+
+names = st.sampled_from(NAMES)
+picks = st.integers(0, 10**6)
+
+
+@dataclass
+class Logged:
+    """One dispatch as the test remembers it: to which process of which worker, and what became of it."""
+
+    dispatch: Dispatch
+    at: float
+    num_tokens: int
+    num_blocks: int
+    prefill: tuple[str, int] | None
+    decode: tuple[str, int] | None
+    is_prefilled: bool = False
+    has_ended: bool = False
+
+
+class Events(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.table = WorkerTable("t1", self.clock)
+        self.log: list[Logged] = []
+        self.process = dict.fromkeys(NAMES, 0)
+        self.heard_at: dict[str, float] = {}
+        self.workers: dict[str, Worker] = {}
+        for name in NAMES:
+            self._register(name)
+
+    def _register(self, name: str) -> None:
+        role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]
+        self.workers[name] = self.table.register(profile(name, role, f"e{self.process[name]}"), REPORTED)
+        self.heard_at[name] = self.clock.now
+
+    def _process_of(self, name: str | None) -> tuple[str, int] | None:
+        return None if name is None else (name, self.process[name])
+
+    @rule(prefill=st.none() | names, decode=st.none() | names, num_tokens=st.integers(0, 99), blocks=st.integers(0, 9))
+    def dispatch(self, prefill: str | None, decode: str | None, num_tokens: int, blocks: int) -> None:
+        if prefill == decode:
+            return
+        chosen = [None if name is None else candidate(self.table, name) for name in (prefill, decode)]
+        dispatch = self.table.dispatch(Placement(*chosen), num_tokens, blocks)
+        on = self._process_of(prefill), self._process_of(decode)
+        self.log.append(Logged(dispatch, self.clock.now, num_tokens, blocks, prefill=on[0], decode=on[1]))
+
+    @precondition(lambda self: self.log)
+    @rule(pick=picks)
+    def prefilled(self, pick: int) -> None:
+        logged = self.log[pick % len(self.log)]
+        logged.dispatch.prefilled()
+        logged.is_prefilled = True
+
+    @precondition(lambda self: self.log)
+    @rule(pick=picks)
+    def end(self, pick: int) -> None:
+        logged = self.log[pick % len(self.log)]
+        logged.dispatch.end()
+        logged.has_ended = True
+
+    @rule(elapsed_s=st.sampled_from([0.03, 0.1, 0.5, 6.0]))
+    def wait(self, elapsed_s: float) -> None:
+        self.clock.now += elapsed_s
+
+    @rule(name=names)
+    def report(self, name: str) -> None:
+        self.table.report(self.workers[name], REPORTED)
+        if self.workers[name].load.state is not WorkerState.LOST:
+            self.heard_at[name] = self.clock.now
+
+    @rule(name=names)
+    def lost(self, name: str) -> None:
+        self.table.lost(self.workers[name])
+        self.heard_at[name] = self.clock.now
+
+    @rule(name=names, is_same_process=st.booleans())
+    def register(self, name: str, is_same_process: bool) -> None:
+        self.process[name] += not is_same_process
+        self._register(name)
+
+    @invariant()
+    def sums_are_a_recount(self) -> None:
+        for name in NAMES:
+            here = (name, self.process[name])
+            open_ = [each for each in self.log if not each.has_ended]
+            coming = [each for each in open_ if not each.is_prefilled]
+            unreported = [
+                each.num_tokens
+                for each in coming
+                if here == (each.prefill or each.decode) and each.at > self.heard_at[name] - SETTLE_S
+            ]
+            load, found = self.workers[name].load, candidate(self.table, name)
+            assert len(self.workers[name].dispatches) == sum(here in (each.prefill, each.decode) for each in open_)
+            assert found.num_queued_tokens == load.queued_prefill_tokens + sum(unreported)
+            assert found.num_active == max(load.num_running, sum(each.decode == here for each in open_))
+            taken = sum(each.num_blocks for each in coming if each.decode == here)
+            assert found.num_free_blocks == load.num_free_blocks - taken
+
+
+Events.TestCase.settings = settings(max_examples=60, deadline=None)
+test_sums_are_a_recount = Events.TestCase
