@@ -22,3 +22,9 @@ async def fleet() -> AsyncIterator[FakeFleet]:
 async def client(fleet: FakeFleet) -> AsyncIterator[PdserveClient]:
     async with PdserveClient(fleet.router.address) as client:
         yield client
+
+
+@pytest.fixture
+def told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To leave: with a single request nothing need be spread."""
+    monkeypatch.setattr("router.move._SPREAD_S", 0.0)

@@ -65,18 +65,15 @@ class HandOver:
     """What stands for NIXL: tells decode that prefill has committed."""
 
     def __init__(self) -> None:
-        self._commits: dict[str, asyncio.Future[None]] = {}
-
-    def forget(self, attempt_id: str) -> None:
-        del self._commits[attempt_id]
+        self.commits: dict[str, asyncio.Future[None]] = {}
 
     def of(self, attempt_id: str) -> asyncio.Future[None]:
-        return self._commits.setdefault(attempt_id, asyncio.get_running_loop().create_future())
+        return self.commits.setdefault(attempt_id, asyncio.get_running_loop().create_future())
 
 
 class FakeWorker(prefill_pb2_grpc.PrefillServicer):
-    """`hooks` by name of the moment: prefill.start, prefill.first, prefill.committed, decode.start, decode.token,
-    handover.start, handover.left."""
+    """`hooks` by name of the moment: prefill.start, .first, .committed, decode.start, .token, .left (its stream is open
+    still), handover.start, .left."""
 
     def __init__(self, name: str, role: int, hand_over: HandOver, epoch: str, num_blocks: int) -> None:
         self.name = name
@@ -169,6 +166,7 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
                     return
                 if request.attempt_id in self.leaving:
                     self.leaving[request.attempt_id].set()
+                    await self.at("decode.left", request.attempt_id, len(token_ids))
                     return
         finally:
             self.num_open -= 1
@@ -272,10 +270,8 @@ def layout_message() -> decode_pb2.KVLayout:
 
 
 def ready_load(**numbers: int) -> workers_pb2.WorkerLoad:
-    load = workers_pb2.WorkerLoad(state=workers_pb2.WORKER_STATE_READY, num_free_blocks=100)
-    for name, number in numbers.items():
-        setattr(load, name, number)
-    return load
+    numbers.setdefault("num_free_blocks", 100)
+    return workers_pb2.WorkerLoad(state=workers_pb2.WORKER_STATE_READY, **numbers)
 
 
 def _tokens(

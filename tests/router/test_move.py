@@ -19,10 +19,7 @@ from tests.router.fakes import FakeFleet, FakeWorker, Hook, plain_loop, ready_lo
 NUM_TOKENS = 120  # half a second: whoever is told to leave early on has long left
 
 
-@pytest.fixture(autouse=True)
-def _told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one request: nothing need be spread."""
-    monkeypatch.setattr("router.move._SPREAD_S", 0.0)
+pytestmark = pytest.mark.usefixtures("told_one_by_one")
 
 
 def slowly(worker: FakeWorker, num_tokens: int, then: Callable[[], None]) -> None:

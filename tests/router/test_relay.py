@@ -72,7 +72,7 @@ async def test_first_token_comes_before_decodes_bytes_that_were_quicker(
             asyncio.get_running_loop().call_later(0.02, all_sent.set)
 
     async def nothing_left_to_commit(attempt_id: str, num_tokens: int) -> None:
-        fleet.hand_over.forget(attempt_id)
+        del fleet.hand_over.commits[attempt_id]
 
     for worker in all_workers(fleet, "p"):
         worker.hooks = {"prefill.start": committed_at_once, "prefill.first": nothing_left_to_commit}
