@@ -163,30 +163,6 @@ async def test_ends_before_it_could_leave() -> None:
         assert await tokens_of(here) == answer_to(PROMPT, 4)
 
 
-@pytest.mark.parametrize("who", ["stream", "request"])
-async def test_somebody_leaves_while_it_is_handed_over(who: str) -> None:
-    async with two_workers() as (source, target):
-        here = await decoding_on(source)
-        source.hold_writes()
-        handing = hand_over(source, target.target)
-        await asyncio.sleep(0.05)
-        source.runner.go_on()
-        await eventually(lambda: target.pool.num_used > 0)
-        await eventually(lambda: source.runner.num_steps == 3 + 5)  # it stands still
-        if who == "stream":
-            here.cancel()
-            await eventually(lambda: source.decode.scheduler.num_running == 0)
-        else:
-            handing.cancel()
-        if who == "stream":
-            source.land_writes()
-            with pytest.raises(ServiceError):
-                await answered(handing)
-        else:  # though what was posted still moves
-            assert await tokens_of(here) == answer_to(PROMPT, MAX_TOKENS)
-            source.land_writes()
-
-
 @pytest.mark.parametrize("moment", ["at", "reached"])
 async def test_cancelled_in_the_moment_in_which_a_step_ends(moment: str) -> None:
     """What the scheduler is about to tell must not be found cancelled: the engine would end of it."""
