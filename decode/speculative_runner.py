@@ -44,7 +44,10 @@ _STATE = "state"
 
 
 class SpeculativeRunner:
-    def __init__(self, target: TorchRunner, drafter: Drafter, method: Method) -> None:
+    """`kind` is what people call the drafter."""
+
+    def __init__(self, target: TorchRunner, drafter: Drafter, method: Method, kind: str = "") -> None:
+        self.drafter = kind
         self._target = target
         self._drafter = drafter
         self._method = method

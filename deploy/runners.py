@@ -73,7 +73,7 @@ def _torch_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
     if plan is None:
         return target
     method = Method(config.verification)
-    return SpeculativeRunner(target, plan.make(target, method), method)
+    return SpeculativeRunner(target, plan.make(target, method), method, plan.kind)
 
 
 def _device(name: str) -> str:

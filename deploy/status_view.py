@@ -15,6 +15,7 @@ from protos.values import Status, WorkerStatus
 _COLUMNS = ("worker", "role", "state", "address", "metrics")
 _NUMBERS = ("wait", "run", "queued", "blocks")
 _DEADLINE_S = 10.0
+_LATE_S = 2.0  # workers report every second
 
 
 async def print_status(router_address: str, out: Console) -> None:
@@ -24,6 +25,8 @@ async def print_status(router_address: str, out: Console) -> None:
     out.print(summary_line(status))
     if status.workers:
         out.print(workers_table(status))
+    if drafters := drafters_line(status):
+        out.print(drafters)
     if missing := what_is_missing(status, router_address):
         out.print(missing)
 
@@ -75,7 +78,7 @@ def workers_table(status: Status) -> Table:
         table.add_row(
             worker.worker_id,
             worker.role,
-            worker.state,
+            _state(worker),
             worker.address,
             _without_host(worker.metrics_address, worker.address),
             f"{worker.num_waiting}",
@@ -84,6 +87,22 @@ def workers_table(status: Status) -> Table:
             _blocks(worker),
         )
     return table
+
+
+def _state(worker: WorkerStatus) -> str:
+    """With the age of what the worker has said, if that is not as usual."""
+    return f"{worker.state}, {worker.reported_ago_s:.0f} s ago" if worker.reported_ago_s >= _LATE_S else worker.state
+
+
+def drafters_line(status: Status) -> str:
+    """What drafts on the workers that decode; empty if there are none."""
+    decoding = [worker for worker in status.workers if worker.role != "prefill" and worker.state != "lost"]
+    where = {
+        drafter: ", ".join(sorted(worker.worker_id for worker in decoding if worker.drafter == drafter))
+        for drafter in sorted({worker.drafter for worker in decoding})
+    }
+    told = "; ".join(f"{drafter or 'unknown'} on {names}" for drafter, names in where.items())
+    return told and f"drafter: {told}"
 
 
 def _without_host(address: str, other: str) -> str:

@@ -215,6 +215,7 @@ class Worker:
             num_blocks=self._runner.num_blocks,
             runner=self._config.runner,
             kernels=self._runner.kernels,
+            drafter=self._runner.drafter,
             metrics_address=metrics_address,
             max_context_tokens=self._max_context_tokens,
         )

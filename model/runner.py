@@ -147,6 +147,8 @@ class DraftingStates(Protocol):
 class NoDrafting:
     """The states of a worker that does not draft."""
 
+    drafter = "none"
+
     def export_drafting(self, drafting: DraftingState) -> bytes:
         return b""
 
@@ -165,6 +167,11 @@ class ModelRunner(DraftingStates, Protocol):
     @property
     def kernels(self) -> str:
         """Which kernels run, for people: 'avx2', 'amx', 'torch', 'timed'."""
+        ...
+
+    @property
+    def drafter(self) -> str:
+        """What drafts, for people: 'ngram', 'eagle+ngram', 'none'."""
         ...
 
     @property

@@ -15,6 +15,7 @@ STATES = {
     workers_pb2.WORKER_STATE_READY: "ready",
     workers_pb2.WORKER_STATE_DRAINING: "draining",
     workers_pb2.WORKER_STATE_LOST: "lost",
+    workers_pb2.WORKER_STATE_SILENT: "silent",
 }
 _ROLE_NAMES = {role: name for name, role in ROLES.items()}
 
@@ -191,10 +192,11 @@ class WorkerStatus:
     metrics_address: str
     role: str  # prefill, decode, both
     flippable: bool
-    state: str  # ready, draining, lost
+    state: str  # ready, draining, silent, lost
     model_name: str
     runner: str
     kernels: str
+    drafter: str
     num_blocks: int
     num_free_blocks: int
     num_used_blocks: int
@@ -221,6 +223,7 @@ class WorkerStatus:
             model_name=hello.model_name,
             runner=hello.runner,
             kernels=hello.kernels,
+            drafter=hello.drafter,
             num_blocks=hello.num_blocks,
             num_free_blocks=load.num_free_blocks,
             num_used_blocks=load.num_used_blocks,

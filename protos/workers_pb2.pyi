@@ -50,7 +50,9 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 2
     """takes nothing new"""
     WORKER_STATE_LOST: _WorkerState.ValueType  # 3
-    """the router's own finding; no worker reports it"""
+    """the router's own finding, as the next one; no worker reports them"""
+    WORKER_STATE_SILENT: _WorkerState.ValueType  # 4
+    """registered, and has not reported for seconds: nothing new is placed there"""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
 
@@ -59,7 +61,9 @@ WORKER_STATE_READY: WorkerState.ValueType  # 1
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 2
 """takes nothing new"""
 WORKER_STATE_LOST: WorkerState.ValueType  # 3
-"""the router's own finding; no worker reports it"""
+"""the router's own finding, as the next one; no worker reports them"""
+WORKER_STATE_SILENT: WorkerState.ValueType  # 4
+"""registered, and has not reported for seconds: nothing new is placed there"""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -79,6 +83,7 @@ class WorkerHello(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.str
     """new at each process start"""
@@ -98,6 +103,8 @@ class WorkerHello(_message.Message):
     metrics_address: _builtins.str
     max_context_tokens: _builtins.int
     """of a sequence, prompt and answer together; 0: as many as the model allows"""
+    drafter: _builtins.str
+    """what drafts here, none if nothing does: for people"""
     @_builtins.property
     def layout(self) -> _decode_pb2.KVLayout: ...
     def __init__(
@@ -116,10 +123,11 @@ class WorkerHello(_message.Message):
         kernels: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
         max_context_tokens: _builtins.int = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "flippable", b"flippable", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drafter", b"drafter", "epoch", b"epoch", "flippable", b"flippable", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

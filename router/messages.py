@@ -19,8 +19,9 @@ _STATES = {
     WorkerState.READY: workers_pb2.WORKER_STATE_READY,
     WorkerState.DRAINING: workers_pb2.WORKER_STATE_DRAINING,
     WorkerState.LOST: workers_pb2.WORKER_STATE_LOST,
+    WorkerState.SILENT: workers_pb2.WORKER_STATE_SILENT,
 }
-_STATES_BY_VALUE = {value: state for state, value in _STATES.items() if state is not WorkerState.LOST}
+_REPORTED = {_STATES[state]: state for state in (WorkerState.READY, WorkerState.DRAINING)}
 _ROLES = {
     Role.PREFILL: workers_pb2.ROLE_PREFILL,
     Role.DECODE: workers_pb2.ROLE_DECODE,
@@ -72,6 +73,7 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
         num_blocks=hello.num_blocks,
         runner=hello.runner,
         kernels=hello.kernels,
+        drafter=hello.drafter,
         metrics_address=hello.metrics_address,
         max_context_tokens=hello.max_context_tokens or None,
     )
@@ -79,13 +81,12 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
 
 def load_from_message(load: workers_pb2.WorkerLoad) -> WorkerLoad:
     """A worker that does not say it is ready is taken to be draining."""
-    state = _STATES_BY_VALUE.get(load.state, WorkerState.DRAINING)
+    state = _REPORTED.get(load.state, WorkerState.DRAINING)
     return WorkerLoad(state, **{name: getattr(load, name) for name in _LOAD_NUMBERS})
 
 
-def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
+def status_of(worker: Worker, state: WorkerState, age_s: float) -> workers_pb2.WorkerStatus:
     profile, load = worker.profile, worker.load
-    state = WorkerState.DRAINING if worker.is_drained and load.state is WorkerState.READY else load.state
     return workers_pb2.WorkerStatus(
         hello=workers_pb2.WorkerHello(
             worker_id=profile.id.name,
@@ -99,6 +100,7 @@ def status_of(worker: Worker, age_s: float) -> workers_pb2.WorkerStatus:
             num_blocks=profile.num_blocks,
             runner=profile.runner,
             kernels=profile.kernels,
+            drafter=profile.drafter,
             metrics_address=profile.metrics_address,
             max_context_tokens=profile.max_context_tokens or 0,
         ),

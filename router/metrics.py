@@ -65,6 +65,6 @@ class WorkersCollector(Collector):
         yield family
 
     def _counts(self) -> Iterator[tuple[list[str], int]]:
-        kinds = [(worker.role.name or "", worker.load.state.name) for worker in self._table.workers()]
+        kinds = [(worker.role.name or "", self._table.state(worker).name) for worker in self._table.workers()]
         for role, state in sorted(set(kinds)):
             yield [role.lower(), state.lower()], kinds.count((role, state))

@@ -71,7 +71,10 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
 
     async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
         return workers_pb2.Status(
-            workers=[status_of(worker, self._table.age_s(worker)) for worker in self._table.workers()],
+            workers=[
+                status_of(worker, self._table.state(worker), self._table.age_s(worker))
+                for worker in self._table.workers()
+            ],
             num_requests_in_flight=self._inference.num_in_flight,
             model_name=self._model_name,
             uptime_s=time.monotonic() - self._started_at,

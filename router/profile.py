@@ -24,6 +24,7 @@ class WorkerProfile:
     num_blocks: int
     runner: str = ""
     kernels: str = ""
+    drafter: str = ""
     metrics_address: str = ""
     max_context_tokens: int | None = None  # None: as many as the model allows
 

@@ -25,7 +25,8 @@ _REMEMBER_LOST_S = 300.0
 class WorkerState(enum.Enum):
     READY = 1
     DRAINING = 2
-    LOST = 3
+    LOST = 3  # the router's own finding, as the next one
+    SILENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class WorkerTable:
 
     def silent(self) -> list[WorkerId]:
         """Registered workers that have not reported for a while: stopped, overwhelmed or cut off."""
-        return [worker.profile.id for worker in self._present() if self.age_s(worker) >= _SILENCE_S]
+        return [worker.profile.id for worker in self._present() if self.state(worker) is WorkerState.SILENT]
 
     def set_role(self, name: str, role: Role) -> None:
         """From the next placement on; the worker is told.
@@ -181,6 +182,15 @@ class WorkerTable:
         """By name, with those that were lost lately. Changes nothing: metrics are read in a thread of their own."""
         workers = [worker for worker in list(self._workers.values()) if not self._is_forgotten(worker)]
         return sorted(workers, key=lambda worker: worker.profile.id.name)
+
+    def state(self, worker: Worker) -> WorkerState:
+        """Of those that have not left only a worker that is ready gets anything new."""
+        reported = worker.load.state
+        if reported is WorkerState.LOST:
+            return reported
+        if self.age_s(worker) >= _SILENCE_S:
+            return WorkerState.SILENT
+        return WorkerState.DRAINING if worker.is_drained else reported
 
     def age_s(self, worker: Worker) -> float:
         return self._clock() - worker.reported_at
@@ -246,8 +256,7 @@ class WorkerTable:
         return [worker for worker in self._workers.values() if worker.load.state is not WorkerState.LOST]
 
     def _is_ready(self, worker: Worker) -> bool:
-        is_heard = worker.is_reachable and self.age_s(worker) < _SILENCE_S
-        return worker.load.state is WorkerState.READY and not worker.is_drained and is_heard
+        return self.state(worker) is WorkerState.READY and worker.is_reachable
 
     def _candidate(self, worker: Worker) -> Candidate:
         load, sent = worker.load, worker.dispatches

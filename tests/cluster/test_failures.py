@@ -79,6 +79,7 @@ async def test_stopped_worker_is_given_up(cluster: LocalCluster, victim: str, nu
         tasks = await ask_all(client, asked, num_tokens)
         await asyncio.sleep(after_s)
         os.kill(cluster.pid(victim), signal.SIGSTOP)
+        await until(cluster, victim, lambda worker: worker.state == "silent" and worker.reported_ago_s >= 5)
         answers = await asyncio.gather(*tasks)
     for prompt, answered in zip(asked, answers, strict=True):
         assert answered.token_ids == expected(prompt, num_tokens)

@@ -294,6 +294,7 @@ def test_cache_and_layout_have_what_the_drafter_needs(
         settings["draft_model"] = tiny_model
     runner = load_runner(config(tiny_model, **settings), tiny_model)
     assert isinstance(runner, SpeculativeRunner) is (kind != "none")
+    assert runner.drafter == kind
     assert runner.layout.num_layers == num_layers
     assert runner.layout.drafter.partition(":")[0] == (kind if settings.get("draft_model") else "")
     warm_up(runner, 100)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from deploy.answer_view import milliseconds, show_answer, summary_lines
-from deploy.status_view import print_status, summary_line, what_is_missing, workers_table
+from deploy.status_view import drafters_line, print_status, summary_line, what_is_missing, workers_table
 from protos import workers_pb2, workers_pb2_grpc
 from protos.calls import Context
 from protos.client import Answer
@@ -149,6 +149,7 @@ DECODE = WorkerStatus(
     model_name="demo-moe",
     runner="torch",
     kernels="avx2",
+    drafter="ngram",
     num_blocks=4096,
     num_free_blocks=4084,
     num_used_blocks=12,
@@ -176,6 +177,29 @@ def test_workers_table_is_sorted_and_fits_a_terminal() -> None:
     assert summary_line(status) == "demo-moe: 2 workers, torch (avx2); 3 requests in flight; router up for 12 s"
 
 
+@pytest.mark.parametrize(
+    ("state", "ago_s", "told"),
+    [("ready", 1.2, "ready  "), ("ready", 3.4, "ready, 3 s ago  "), ("silent", 7.0, "silent, 7 s ago  ")],
+)
+def test_what_a_worker_said_long_ago_is_told_with_its_age(state: str, ago_s: float, told: str) -> None:
+    console = text_console(width=110)
+    worker = replace(DECODE, state=state, reported_ago_s=ago_s)
+    console.print(workers_table(Status("m", 0, 1.0, "", (worker,))))
+    assert f"decode-0  decode  {told}127.0.0.1" in written(console)
+
+
+def test_drafters_are_those_of_workers_that_decode() -> None:
+    workers = (
+        replace(DECODE, worker_id="decode-1"),
+        DECODE,
+        replace(DECODE, worker_id="both-0", role="both", drafter="none"),
+        replace(DECODE, worker_id="prefill-0", role="prefill", drafter="eagle"),
+        replace(DECODE, worker_id="decode-2", state="lost", drafter="medusa"),
+    )
+    assert drafters_line(Status("m", 0, 1.0, "", workers)) == "drafter: ngram on decode-0, decode-1; none on both-0"
+    assert drafters_line(Status("m", 0, 1.0, "", ())) == ""
+
+
 def test_timed_workers_and_a_router_that_drains_are_called_so() -> None:
     timed = replace(DECODE, runner="timed", kernels="timed")
     status = Status("demo-moe", 1, 5.0, "127.0.0.1:9", workers=(timed,), is_draining=True)
@@ -195,6 +219,7 @@ def test_timed_workers_and_a_router_that_drains_are_called_so() -> None:
             "has the role prefill: .*`pdserve worker --role prefill`, .*`pdserve role WORKER both`",
         ),
         ([("decode", "draining"), ("prefill", "ready")], "has the role decode: "),
+        ([("decode", "silent"), ("prefill", "ready")], "has the role decode: "),
         ([("prefill", "draining")], "has the role prefill or decode: "),
         ([("prefill", "ready"), ("decode", "ready")], ""),
         ([("both", "ready")], ""),

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from model.kv_layout import KVLayout
+from protos import workers_pb2
 from protos.errors import FailedPrecondition, InvalidArgument, NotFound
+from router.messages import status_of
 from router.placement import Candidate, Demand, Placement, Role, WorkerId, place
 from router.profile import WorkerProfile
 from router.workers import Replaced, Worker, WorkerLoad, WorkerState, WorkerTable
@@ -117,6 +119,28 @@ def test_silent_worker_gets_nothing_new_until_it_speaks(table: WorkerTable, cloc
     assert not candidate(table, "p").is_ready
     table.report(prefill, READY)
     assert candidate(table, "p").is_ready
+
+
+def test_states_that_are_shown_say_what_placement_goes_by(table: WorkerTable, clock: Clock) -> None:
+    prefill, decode = two_pools(table)
+
+    def seen(worker: Worker) -> tuple[WorkerState, bool]:
+        return table.state(worker), candidate(table, worker.profile.id.name).is_ready
+
+    clock.now += 4.9
+    assert seen(prefill) == (WorkerState.READY, True)
+    table.set_draining("d", True)
+    assert seen(decode) == (WorkerState.DRAINING, False)
+    clock.now += 0.1
+    assert seen(prefill) == seen(decode) == (WorkerState.SILENT, False)
+    assert table.silent() == [WorkerId("p", "e1"), WorkerId("d", "e1")]
+    table.report(prefill, READY)
+    table.lost(decode)
+    clock.now += 60
+    assert seen(decode) == (WorkerState.LOST, False)
+    assert table.silent() == [WorkerId("p", "e1")]
+    message = status_of(prefill, table.state(prefill), table.age_s(prefill))
+    assert (message.load.state, message.reported_ago_s) == (workers_pb2.WORKER_STATE_SILENT, 60)
 
 
 def test_unreachable_worker_gets_nothing_new_until_it_speaks(table: WorkerTable) -> None:
