@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prometheus_client import REGISTRY
 
-from kvtransfer.agent import Region, WriteState
+from kvtransfer.agent import Pieces, Region, WriteState
 from kvtransfer.errors import DecodePoolFull
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.messages import layout_to_message
-from kvtransfer.nixl_agent import NixlAgent
+from kvtransfer.nixl_agent import NixlAgent, NixlWrite
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import HandoverTarget, SenderIdentity
@@ -44,7 +47,8 @@ class Handover:
 
     ttft_s: float
     exposed_s: float
-    posting_s: float  # the transfer thread's time
+    posting_s: float  # the transfer thread's time, of which
+    writing_s: float  # the agent's own
     sent_bytes: int
 
     @property
@@ -52,12 +56,25 @@ class Handover:
         return self.exposed_s / self.ttft_s
 
 
+class TimedAgent(NixlAgent):
+    """Counts the time that its writes take to be posted: over shared memory, to be done."""
+
+    writing_s = 0.0
+
+    def write(self, peer_name: str, what: Sequence[Region] | Pieces) -> NixlWrite:
+        started = time.perf_counter()
+        try:
+            return super().write(peer_name, what)
+        finally:
+            self.writing_s += time.perf_counter() - started
+
+
 class PrefillSide:
     """A prefill worker reduced to one sequence at a time."""
 
-    def __init__(self, runner: ModelRunner, agent: NixlAgent, target: HandoverTarget) -> None:
+    def __init__(self, runner: ModelRunner, agent: TimedAgent, target: HandoverTarget) -> None:
         self._runner = runner
-        self._agent_name = agent.name
+        self._agent = agent
         self._target = target
         self._pool = BlockPool(runner.num_blocks)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -70,14 +87,19 @@ class PrefillSide:
             sums=BlockSums(runner.cache_memory),
         )
 
-    async def hand_over(self, token_ids: list[int], *, layer_by_layer: bool) -> Handover:
-        """Prefills a prompt that neither side has seen, and sends it while computing or when it is computed."""
+    async def hand_over(
+        self, token_ids: list[int], *, layer_by_layer: bool, computed: Callable[[int], None] = lambda _: None
+    ) -> Handover:
+        """Prefills a prompt that neither side has seen, and sends it while computing or when it is computed.
+
+        `computed` is told, after each chunk, how many of its tokens are."""
         num_tokens, num_blocks = len(token_ids), self._runner.layout.num_blocks(len(token_ids))
-        posted_before = posting_s()
+        block_hashes = hash_blocks(token_ids, self._runner.layout.block_size)  # in the product the router's work
+        posted_before, written_before = posting_s(), self._agent.writing_s
         while True:
             started = time.perf_counter()
             try:
-                outgoing = await self._reserve(token_ids)
+                outgoing = await self._reserve(num_tokens, block_hashes)
                 break
             except DecodePoolFull:  # of what nobody claims there: a decode side that decodes would have room
                 await asyncio.sleep(_ROOM_S)
@@ -88,13 +110,15 @@ class PrefillSide:
             end = min(start + CHUNK_TOKENS, num_tokens)
             hook = self._hook(outgoing, blocks, start, end, num_tokens) if layer_by_layer else None
             first_token_id = await self._run(token_ids, start, end, blocks, hook)
-        computed = time.perf_counter()
+            computed(end)
+        computed_at = time.perf_counter()
         if not layer_by_layer:
             outgoing.write_all_layers(0, blocks)
         stats = await outgoing.commit(first_token_id, num_tokens)
-        committed = time.perf_counter()
+        committed_at = time.perf_counter()
         self._pool.release(blocks)
-        return Handover(computed - started, committed - computed, posting_s() - posted_before, stats.sent_bytes)
+        posted_s, written_s = posting_s() - posted_before, self._agent.writing_s - written_before
+        return Handover(computed_at - started, committed_at - computed_at, posted_s, written_s, stats.sent_bytes)
 
     async def round_trip_s(self, layout: KVLayout) -> float:
         """Of a call of the decode side, which is how it would learn that there is something to pull."""
@@ -109,15 +133,16 @@ class PrefillSide:
     async def close(self) -> None:
         await self._sender.close()
         self._compute.shutdown()
+        gc.collect()  # what is left of the cancelled Attach call keeps its connection, and the decode side will stop
 
-    async def _reserve(self, token_ids: list[int]) -> Outgoing:
+    async def _reserve(self, num_tokens: int, block_hashes: Sequence[bytes]) -> Outgoing:
         self._num_attempts += 1
         return await self._sender.reserve(
             self._target,
-            attempt_id=f"{self._agent_name}-{self._num_attempts}",
+            attempt_id=f"{self._agent.name}-{self._num_attempts}",
             request_id="bench",
-            num_tokens=len(token_ids),
-            block_hashes=hash_blocks(token_ids, self._runner.layout.block_size),
+            num_tokens=num_tokens,
+            block_hashes=block_hashes,
             timeout_s=30.0,
         )
 
@@ -144,6 +169,7 @@ def median(handovers: list[Handover]) -> Handover:
         statistics.median(one.ttft_s for one in handovers),
         statistics.median(one.exposed_s for one in handovers),
         statistics.median(one.posting_s for one in handovers),
+        statistics.median(one.writing_s for one in handovers),
         handovers[0].sent_bytes,
     )
 
@@ -205,21 +231,32 @@ def read(agent: NixlAgent, peer_name: str, regions: Sequence[Region]) -> None:
         raise RuntimeError("a raw NIXL read failed")
 
 
+class DecodeSide:
+    """A process of its own. `checked_share` of the blocks that arrive there is checked."""
+
+    def __init__(self, process: Process, hello: dict[str, Any]) -> None:
+        self._process = process
+        self.address: str = hello["address"]
+        self.base_address: int = hello["base_address"]
+        self.checked_share: float = hello["checked_share"]
+        self.target = HandoverTarget("decode", self.address, hello["epoch"])
+
+    async def checking_s(self) -> float:
+        """What it has spent on that so far."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        return float(await self._process.stdout.readline())
+
+
 @asynccontextmanager
-async def decode_side(folder: Path, layout: KVLayout, num_blocks: int) -> AsyncIterator[dict[str, str]]:
+async def decode_side(folder: Path, layout: KVLayout, num_blocks: int, verify_kv: str) -> AsyncIterator[DecodeSide]:
+    arguments = str(folder), json.dumps(asdict(layout)), str(num_blocks), verify_kv
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "bench.handover_decode",
-        str(folder),
-        json.dumps(asdict(layout)),
-        str(num_blocks),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "bench.handover_decode", *arguments, stdin=PIPE, stdout=PIPE
     )
     assert process.stdin is not None and process.stdout is not None
     try:
-        yield json.loads(await process.stdout.readline())
+        yield DecodeSide(process, json.loads(await process.stdout.readline()))
     finally:
         process.stdin.close()
         await process.wait()
