@@ -162,6 +162,7 @@ class Bench:
             statistics.median(bare_s),
             found.exposed_s,
             statistics.median(handover.ttft_s + handover.exposed_s for handover in handovers),
+            found.posting_s,
             statistics.median(round_trip_s),
             statistics.median(checking_s),
         )
@@ -210,7 +211,7 @@ def main() -> None:
     wire = wire_error.measure(runner, prompts, options.wire_tokens)
     title = f"Beside prefill of {folder.name}, {options.num_threads} thread(s); times in ms, rates in GB/s"
     out.print(report.model_table(found.rows, title))
-    out.print(report.paced_table(found.paced, found.checked_share))
+    out.print(report.paced_table(found.paced, options.verify_kv, found.checked_share))
     out.print(report.wire_table(wire, options.wire_tokens))
     result: dict[str, object] = {
         "bench": "handover",

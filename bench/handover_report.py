@@ -48,6 +48,7 @@ class PacedRow:
     bare_s: float
     exposed_s: float
     total_s: float
+    posting_s: float  # the transfer thread's time
     round_trip_s: float
     checking_s: float
 
@@ -93,10 +94,21 @@ def model_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def paced_table(rows: Sequence[PacedRow], checked_share: float) -> Table:
-    checks = f"{checked_share:.0%} of the blocks are checked"
+def paced_table(rows: Sequence[PacedRow], verify_kv: str, checked_share: float) -> Table:
+    checks = f"--verify-kv {verify_kv} checks {checked_share:.0%} of the blocks"
     title = f"Beside KV made as a GPU makes it; x: times a bare transfer; {checks}"
-    names = ("tokens", "made at", "bare ms", "exposed ms", "x", "until accepted ms", "x", "a call ms", "checking ms")
+    names = (
+        "tokens",
+        "made at",
+        "bare ms",
+        "exposed ms",
+        "x",
+        "until accepted ms",
+        "x",
+        "writing ms",
+        "a call ms",
+        "checking ms",
+    )
     table = _table(title, names)
     for row in rows:
         table.add_row(
@@ -107,6 +119,7 @@ def paced_table(rows: Sequence[PacedRow], checked_share: float) -> Table:
             f"{row.exposed:.2f}",
             f"{row.total_s * 1e3:.2f}",
             f"{row.total:.2f}",
+            f"{row.posting_s * 1e3:.2f}",
             f"{row.round_trip_s * 1e3:.2f}",
             f"{row.checking_s * 1e3:.2f}",
         )
