@@ -161,8 +161,7 @@ class Outgoing:
             run = self._run = self._new_run(start, local_ids)
         for layer in layers:  # each a part, so that other sequences have their turn in between
             self._written[layer] |= ((1 << len(local_ids)) - 1) << start
-            for part, num_bytes in self._writes.parts(run, layer):
-                self._thread.post(self._stream, part, num_bytes)
+            self._thread.post(self._stream, self._writes.parts(run, layer))
 
     def _new_run(self, start: int, local_ids: tuple[int, ...]) -> Run:
         remote_ids = self._ticket.block_ids[start : start + len(local_ids)]

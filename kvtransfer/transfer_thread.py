@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,12 +101,12 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
-    def post(self, stream: WriteStream[Part], part: Part, num_bytes: float) -> None:
-        """Queues a part to be written, of about so many bytes: infinitely many, if it shall go alone. Any thread may
+    def post(self, stream: WriteStream[Part], parts: Iterable[tuple[Part, float]]) -> None:
+        """Queues parts to be written, each with its number of bytes: infinite, if it shall go alone. Any thread may
         call it.
 
         Waits while the queue is full. Raises TransferFailed if it stays so."""
-        if not self._queue.put(stream, part, num_bytes, self._options.stall_s):
+        if not self._queue.put(stream, parts, self._options.stall_s):
             raise TransferFailed(f"{self._options.max_queued_writes} writes are queued and none has been posted")
 
     def drain(self, stream: WriteStream[Any]) -> asyncio.Future[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -31,33 +31,39 @@ class Batch(Generic[Stream, Part]):
 class _Queued(Generic[Part]):
     part: Part
     num_bytes: float
+    is_last: bool  # of those that were put together
 
 
 class WriteQueue(Generic[Stream, Part]):
-    """Any thread puts, one takes. `max_parts` bounds those of each stream: one that is full keeps nobody else back.
+    """Any thread puts, one takes. `max_puts` bounds each stream: one that is full keeps nobody else back. Parts that
+    are put together count once.
 
     A batch of more than one part has at most `max_batch_bytes`.
     """
 
-    def __init__(self, max_parts: int, max_batch_bytes: int) -> None:
-        self._max_parts = max_parts
+    def __init__(self, max_puts: int, max_batch_bytes: int) -> None:
+        self._max_puts = max_puts
         self._max_batch_bytes = max_batch_bytes
-        self._num_parts: Counter[Stream] = Counter()
+        self._num_puts: Counter[Stream] = Counter()
         self._changed = threading.Condition()
         self._calls: deque[Job] = deque()
         self._awaited: OrderedDict[Stream, deque[_Queued[Part] | Job]] = OrderedDict()  # whose turn it is comes first
         self._others: OrderedDict[Stream, deque[_Queued[Part] | Job]] = OrderedDict()
 
     def __len__(self) -> int:
-        return self._num_parts.total()
+        return self._num_puts.total()
 
-    def put(self, stream: Stream, part: Part, num_bytes: float, timeout_s: float) -> bool:
-        """Behind the other parts of its stream. Waits while there are too many of them; False if it stays so."""
+    def put(self, stream: Stream, parts: Iterable[tuple[Part, float]], timeout_s: float) -> bool:
+        """Parts, each with its number of bytes, behind the others of their stream. Waits while it is full; False if it
+        stays so."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._num_parts[stream] < self._max_parts, timeout_s):
+            if not self._changed.wait_for(lambda: self._num_puts[stream] < self._max_puts, timeout_s):
                 return False
-            self._num_parts[stream] += 1
-            self._put(stream, _Queued(part, num_bytes))
+            sized = list(parts)
+            for number, (part, num_bytes) in enumerate(sized, start=1):
+                self._put(stream, _Queued(part, num_bytes, is_last=number == len(sized)))
+            self._num_puts[stream] += bool(sized)
+            self._changed.notify_all()
             return True
 
     def put_end(self, stream: Stream, job: Job) -> None:
@@ -68,6 +74,7 @@ class WriteQueue(Generic[Stream, Part]):
             else:
                 self._awaited.setdefault(stream, deque())
             self._put(stream, job)
+            self._changed.notify_all()
 
     def call(self, job: Job) -> None:
         """Before everything but earlier calls."""
@@ -89,7 +96,6 @@ class WriteQueue(Generic[Stream, Part]):
     def _put(self, stream: Stream, queued: _Queued[Part] | Job) -> None:
         streams = self._awaited if stream in self._awaited else self._others
         streams.setdefault(stream, deque()).append(queued)
-        self._changed.notify_all()
 
     def _take(self, is_ready: Callable[[Stream], bool]) -> Batch[Stream, Part] | Job | None:
         if self._calls:
@@ -119,9 +125,9 @@ class WriteQueue(Generic[Stream, Part]):
             if parts and num_bytes > self._max_batch_bytes:
                 break
             parts.append(first.part)
+            self._num_puts[stream] -= first.is_last
             queued.popleft()
-        self._num_parts[stream] -= len(parts)
-        if not self._num_parts[stream]:
-            del self._num_parts[stream]
-        self._changed.notify_all()  # there is room
+        if not self._num_puts[stream]:
+            del self._num_puts[stream]
+        self._changed.notify_all()  # there may be room
         return Batch(stream, parts)

@@ -51,7 +51,7 @@ class Rig:
         return WriteStream("b", self.errors.append, lambda regions: regions, beside)
 
     def post(self, stream: WriteStream[Region], region: Region | None = None) -> None:
-        self.thread.post(stream, region or self.region, 64)
+        self.thread.post(stream, [(region or self.region, 64)])
 
 
 @asynccontextmanager

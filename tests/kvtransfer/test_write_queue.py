@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -11,8 +12,8 @@ from kvtransfer.write_queue import Batch, WriteQueue
 class Rig:
     """Parts are names, of 10 bytes each; a batch has 10 unless said otherwise."""
 
-    def __init__(self, max_parts: int = 100, max_batch_bytes: int = 10) -> None:
-        self.queue = WriteQueue[str, str](max_parts, max_batch_bytes)
+    def __init__(self, max_puts: int = 100, max_batch_bytes: int = 10) -> None:
+        self.queue = WriteQueue[str, str](max_puts, max_batch_bytes)
         self.done: list[str] = []
 
     def job(self, name: str) -> Callable[[], None]:
@@ -20,7 +21,7 @@ class Rig:
 
     def put(self, stream: str, count: int, first: int = 0) -> None:
         for index in range(first, first + count):
-            assert self.queue.put(stream, f"{stream}{index}", 10, 0)
+            assert self.queue.put(stream, [(f"{stream}{index}", 10)], 0)
 
     def take(self, count: int = 100, blocked: str = "") -> list[str]:
         """What comes next; of streams whose names are in `blocked` nothing does. Parts of a batch are joined by +."""
@@ -98,12 +99,12 @@ def test_stream_that_is_not_ready_keeps_nobody_back() -> None:
 
 
 def test_full_stream_makes_room_by_what_is_taken_and_keeps_nobody_else_back() -> None:
-    rig = Rig(max_parts=2)
+    rig = Rig(max_puts=2)
     rig.put("a", 2)
-    assert not rig.queue.put("a", "a2", 10, 0.01)
+    assert not rig.queue.put("a", [("a2", 10)], 0.01)
     rig.put("b", 1)
     rig.queue.put_end("a", rig.job("a is done"))  # no write, and so never held up
-    waiting = threading.Thread(target=lambda: rig.queue.put("a", "a2", 10, 10))
+    waiting = threading.Thread(target=lambda: rig.queue.put("a", [("a2", 10)], 10))
     waiting.start()
     assert rig.take(1) == ["a0"]
     waiting.join(5)
@@ -112,12 +113,27 @@ def test_full_stream_makes_room_by_what_is_taken_and_keeps_nobody_else_back() ->
 
 
 def test_batch_makes_room_for_as_many_as_it_has() -> None:
-    rig = Rig(max_parts=3, max_batch_bytes=20)
+    rig = Rig(max_puts=3, max_batch_bytes=20)
     rig.put("a", 3)
     assert rig.take(1) == ["a0+a1"]
     rig.put("a", 2, first=3)
-    assert not rig.queue.put("a", "a5", 10, 0)
+    assert not rig.queue.put("a", [("a5", 10)], 0)
     assert rig.take() == ["a2+a3", "a4"]
+    assert len(rig.queue) == 0
+
+
+def test_what_is_put_together_counts_once_until_its_last_part_is_taken() -> None:
+    rig = Rig(max_puts=2)
+    assert rig.queue.put("a", [(f"a{index}", math.inf) for index in range(5)], 0)
+    assert rig.queue.put("a", [("a5", 10)], 0)
+    assert len(rig.queue) == 2
+    assert rig.take(4) == ["a0", "a1", "a2", "a3"]
+    assert not rig.queue.put("a", [("a6", 10)], 0)
+    rig.put("b", 1)
+    assert rig.take(2) == ["a4", "b0"]
+    assert rig.queue.put("a", [("a6", 10)], 0)
+    assert rig.queue.put("c", [], 0)
+    assert rig.take() == ["a5", "a6"]
     assert len(rig.queue) == 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -207,7 +207,11 @@ class Transport:
             if write.local is self._local and not write.is_reported:
                 write.is_reported, write.until = True, self._loop.time() + STRAY_S
 
-    def post(self, stream: WriteStream[Any], part: Any, num_bytes: int) -> None:
+    def post(self, stream: WriteStream[Any], parts: Iterable[tuple[Any, float]]) -> None:
+        for part, _ in parts:
+            self._post(stream, part)
+
+    def _post(self, stream: WriteStream[Any], part: Any) -> None:
         if not stream.stopped and not self._is_dead:
             try:
                 found = stream.work_out([part])
