@@ -16,6 +16,7 @@ from kvtransfer.integrity import Verification
 from kvtransfer.loopback_agent import LoopbackAgent, LoopbackNetwork
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.packing import Packing
+from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.unpacking import Unpacking
 from model.block_sums import BlockSums
 from model.kv_layout import KVLayout
@@ -25,6 +26,9 @@ from tests.kvtransfer.workers import FAST_PEER, DecodeSide, PrefillSide, loopbac
 LAYOUT = KVLayout(model_digest="tiny", dtype="bfloat16", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
 BLOCK = LAYOUT.block_size
 _TEST_S = 30.0
+# Nothing here is about time, so that a busy machine has enough of it.
+_OPTIONS = ReceiverOptions(lease_s=10.0, quarantine_grace_s=0.05, timer_s=0.01)
+_PEER_OPTIONS = replace(FAST_PEER, silence_s=20.0, call_timeout_s=10.0)
 
 
 def memory_of(cache: Cache, layout: KVLayout = LAYOUT) -> Tensor:
@@ -76,7 +80,7 @@ class WirePair:
             request_id="r",
             num_tokens=num_tokens,
             block_hashes=hashes_of(num_tokens, first, self.layout),
-            timeout_s=1.0,
+            timeout_s=10.0,
         )
 
     def here(self, block_ids: Sequence[int]) -> Tensor:
@@ -112,6 +116,7 @@ async def wire_pair(
         agents[1](network, "decode", decode_cache),
         decode_cache,
         layout=layout,
+        options=_OPTIONS,
         verification=Verification(BlockSums(there), 1.0) if checks else None,
         unpacking=unpacking(layout, there) if takes_it else None,
     )
@@ -123,8 +128,15 @@ async def wire_pair(
         codec = EightBit(layout, Coding(coding))
         packing = Packing(codec, here, num_slots=num_slots, slot_bytes=blocks_per_slot * codec.packed_bytes)
         agent.register(packing.address, packing.num_bytes)
-    prefill = PrefillSide(agent, prefill_cache, layout=layout, stall_s=5.0, sums=BlockSums(here), packing=packing)
-    prefill.sender._peer_options = replace(FAST_PEER, silence_s=10.0)  # packing is slow where the machine is busy
+    prefill = PrefillSide(
+        agent,
+        prefill_cache,
+        layout=layout,
+        stall_s=10.0,
+        sums=BlockSums(here),
+        packing=packing,
+        peer_options=_PEER_OPTIONS,
+    )
     try:
         async with asyncio.timeout(_TEST_S):
             yield WirePair(prefill, decode, packing, layout)

@@ -150,6 +150,7 @@ class PrefillSide:
         max_batch_bytes: int = 0,  # a write for each layer: tests count them
         sums: BlockSums | None = None,
         packing: Packing | None = None,
+        peer_options: PeerOptions = FAST_PEER,
     ) -> None:
         self.agent, self.cache = agent, cache
         self.pool = BlockPool(cache.array.shape[1])
@@ -160,8 +161,8 @@ class PrefillSide:
             SenderIdentity("prefill-0", secrets.token_hex(4)),
             sums=sums,
             packing=packing,
-            peer_options=FAST_PEER,
             transfer_options=TransferOptions(stall_s=stall_s, max_batch_bytes=max_batch_bytes),
+            peer_options=peer_options,
         )
 
     async def stop(self) -> None:
