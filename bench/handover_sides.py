@@ -20,13 +20,14 @@ import numpy as np
 from prometheus_client import REGISTRY
 
 from kvtransfer.agent import Pieces, Region, WriteState
+from kvtransfer.decode_client import DecodeClient
 from kvtransfer.errors import DecodePoolFull
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.messages import layout_to_message
 from kvtransfer.nixl_agent import NixlAgent, NixlWrite
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
-from kvtransfer.ticket import HandoverTarget, SenderIdentity
+from kvtransfer.ticket import HandoverRecord, HandoverTarget, SenderIdentity
 from model.block_pool import BlockPool, hash_blocks
 from model.block_sums import BlockSums
 from model.kv_layout import KVLayout
@@ -49,6 +50,7 @@ class Handover:
     exposed_s: float
     posting_s: float  # the transfer thread's time, of which
     writing_s: float  # the agent's own
+    record_s: float  # the call that ends it: within `exposed_s`, once all is written
     sent_bytes: int
 
     @property
@@ -69,6 +71,17 @@ class TimedAgent(NixlAgent):
             self.writing_s += time.perf_counter() - started
 
 
+class TimedClient(DecodeClient):
+    """Knows how long its last record took to be accepted."""
+
+    record_s = 0.0
+
+    async def commit(self, record: HandoverRecord, timeout_s: float) -> None:
+        started = time.perf_counter()
+        await super().commit(record, timeout_s)
+        self.record_s = time.perf_counter() - started
+
+
 class PrefillSide:
     """A prefill worker reduced to one sequence at a time."""
 
@@ -85,6 +98,7 @@ class PrefillSide:
             CacheSpan(runner.layout, runner.cache_address, runner.num_blocks),
             SenderIdentity(agent.name, agent.name),
             sums=BlockSums(runner.cache_memory),
+            open_client=self._open_client,
         )
 
     async def hand_over(
@@ -118,7 +132,8 @@ class PrefillSide:
         committed_at = time.perf_counter()
         self._pool.release(blocks)
         posted_s, written_s = posting_s() - posted_before, self._agent.writing_s - written_before
-        return Handover(computed_at - started, committed_at - computed_at, posted_s, written_s, stats.sent_bytes)
+        exposed_s, record_s = committed_at - computed_at, self._client.record_s
+        return Handover(computed_at - started, exposed_s, posted_s, written_s, record_s, stats.sent_bytes)
 
     async def round_trip_s(self, layout: KVLayout) -> float:
         """Of a call of the decode side, which is how it would learn that there is something to pull."""
@@ -134,6 +149,10 @@ class PrefillSide:
         await self._sender.close()
         self._compute.shutdown()
         gc.collect()  # what is left of the cancelled Attach call keeps its connection, and the decode side will stop
+
+    def _open_client(self, address: str) -> TimedClient:
+        self._client = TimedClient(open_channel(address))
+        return self._client
 
     async def _reserve(self, num_tokens: int, block_hashes: Sequence[bytes]) -> Outgoing:
         self._num_attempts += 1
@@ -170,6 +189,7 @@ def median(handovers: list[Handover]) -> Handover:
         statistics.median(one.exposed_s for one in handovers),
         statistics.median(one.posting_s for one in handovers),
         statistics.median(one.writing_s for one in handovers),
+        statistics.median(one.record_s for one in handovers),
         handovers[0].sent_bytes,
     )
 

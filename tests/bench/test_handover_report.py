@@ -20,14 +20,14 @@ from kvtransfer.eight_bit import Coding
 
 
 def row(num_tokens: int, exposed_s: float, posting_s: float) -> Row:
-    hidden = Handover(1.0, exposed_s, 0.0, 0.0, 8_000_000)
-    after = Handover(1.0, 0.02, posting_s, 0.75 * posting_s, 8_000_000)
+    hidden = Handover(1.0, exposed_s, 0.0, 0.0, 0.0, 8_000_000)
+    after = Handover(1.0, 0.02, posting_s, 0.75 * posting_s, 0.0, 8_000_000)
     return Row(num_tokens, hidden, after, raw_bytes_per_s=2e9, pull_s=0.04)
 
 
 def paced(num_tokens: int, link_share: float, exposed_s: float, total_s: float) -> PacedRow:
     bare_s = num_tokens * 1e-6
-    return PacedRow(num_tokens, link_share, bare_s, exposed_s, total_s, 0.0, 0.0, 0.0)
+    return PacedRow(num_tokens, link_share, bare_s, exposed_s, total_s, 0.0, 0.0, 0.0, 0.0)
 
 
 def coding_result(coding: Coding, differing: list[int | None]) -> CodingResult:
