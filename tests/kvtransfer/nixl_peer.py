@@ -71,7 +71,7 @@ def nixl_peers(*names: str) -> Iterator[list[NixlPeer]]:
         for stream, (our_end, _) in zip(streams, pairs, strict=True):
             stream.close()
             our_end.close()
-        said = process.communicate(timeout=10)[0]
+        said = process.communicate(timeout=60)[0]
     assert said == ""
 
 

@@ -53,7 +53,7 @@ def pieces_of(cache: Cache, peer: NixlPeer, here: list[int], there: list[int]) -
     return pieces(local, peer.span, range(LAYOUT.num_layers), here, there)
 
 
-def ended(write: Write, within_s: float = 10.0) -> WriteState:
+def ended(write: Write, within_s: float = 60.0) -> WriteState:
     deadline = time.monotonic() + within_s
     while write.poll() is WriteState.MOVING and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -93,7 +93,8 @@ def test_peer_killed_in_the_middle_fails_its_writes_and_only_its_own(
     killing = threading.Timer(0.03, victim.signal, [signal.SIGKILL])
     killing.start()
     states: list[WriteState] = []
-    while WriteState.FAILED not in states and len(states) < 1000:
+    give_up_at = time.monotonic() + 60.0  # by the clock: the signal may take long to be sent and to be delivered
+    while WriteState.FAILED not in states and time.monotonic() < give_up_at:
         states.append(ended(agent.write(victim.name, everything)))
     killing.join()
     assert states[-1] is WriteState.FAILED
