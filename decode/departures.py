@@ -15,13 +15,18 @@ from dataclasses import dataclass
 from decode import metrics
 from decode.decoding import DecodeSequence, Halt
 from decode.scheduler import DecodeScheduler
+from decode.turns import Turns
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import HandoverTarget, SendStats
 from model.runner import DraftingStates
 from protos.errors import FailedPrecondition, ServiceError
 
-_AT_ONCE = 2  # more would share the link, and each stand still for longer
+# Most of a turn is waiting for the end of a block, which takes nothing of the link: with two at once a worker would be
+# emptied of little more than four sequences a second, whatever their size. But each may stand still for what others
+# have on their way: for as much, at most, as is posted for one peer anyway.
+_MOST_AT_ONCE = 8
+_BYTES_AT_ONCE = 256 << 20
 _RESERVE_TIMEOUT_S = 1.0
 
 
@@ -38,13 +43,20 @@ class Departures:
     """Event loop only. `wake` tells the engine that a sequence goes on."""
 
     def __init__(
-        self, *, sender: Sender, scheduler: DecodeScheduler, states: DraftingStates, wake: Callable[[], None]
+        self,
+        *,
+        sender: Sender,
+        scheduler: DecodeScheduler,
+        states: DraftingStates,
+        block_bytes: int,
+        wake: Callable[[], None],
     ) -> None:
         self._sender = sender
         self._scheduler = scheduler
         self._states = states
         self._wake = wake
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._block_bytes = block_bytes
+        self._turns = Turns(most=_MOST_AT_ONCE, budget=_BYTES_AT_ONCE)
 
     async def hand_over(
         self, decoding: DecodeSequence, target: HandoverTarget, *, attempt_id: str, request_id: str
@@ -54,7 +66,7 @@ class Departures:
         Raises a ServiceError if it has not, or may not have: then the sequence decodes on here. So it does if this is
         cancelled.
         """
-        async with self._slots:
+        async with self._turns.turn(len(decoding.sequence.block_ids) * self._block_bytes):
             await self._sender.connect(target)  # before it has to stand still
             halt = self._scheduler.halt(decoding)
             try:

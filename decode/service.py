@@ -61,7 +61,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._states = states
         self._wake = wake
         self.scheduler = DecodeScheduler(pool, max_running=max_running, planner=planner, prompts_wait=prompts_wait)
-        self._departures = Departures(sender=sender, scheduler=self.scheduler, states=states, wake=wake)
+        self._departures = Departures(
+            sender=sender,
+            scheduler=self.scheduler,
+            states=states,
+            block_bytes=description.layout.block_bytes,
+            wake=wake,
+        )
         self._decoding: dict[str, DecodeSequence] = {}  # by attempt id, while its stream is open
         self._arrivals = Arrivals(unclaimed_s=lease_s, drop=lambda received: pool.release(received.block_ids))
         self.receiver = Receiver(

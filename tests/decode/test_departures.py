@@ -202,6 +202,40 @@ async def test_cancelled_in_the_moment_in_which_a_step_ends(moment: str) -> None
         assert await tokens_of(here) == answer_to(PROMPT, MAX_TOKENS)
 
 
+async def test_eight_are_handed_over_at_once_and_the_others_decode_on() -> None:
+    network = LoopbackNetwork()
+    options = {"num_blocks": 300, "max_running": 16, "max_step_tokens": 64}
+    source, target = (TimedWorker(network, name, **options) for name in ("decode-0", "decode-1"))  # type: ignore[arg-type]
+    async with running(source, target):
+        source.runner.hold()
+        asked = [prompt_of(BLOCK, first=index) for index in range(10)]
+        requests = [
+            decode_request(f"a{index}", prompt, max_tokens=MAX_TOKENS, prefill_here=True)
+            for index, prompt in enumerate(asked)
+        ]
+        streams = [source.decode_stub.Decode(request) for request in requests]
+        await eventually(lambda: source.runner.is_waiting and len(source.decode._decoding) == 10)
+        source.runner.let_run(3)
+        await eventually(lambda: source.runner.num_steps == 3 and source.runner.is_waiting)
+        source.hold_writes()
+        handing = [
+            hand_over(source, target.target, attempt_id=f"a{index}", next_attempt_id=f"b{index}") for index in range(10)
+        ]
+        await eventually(lambda: sum(each.halt is not None for each in source.decode._decoding.values()) == 8)
+        source.runner.go_on()
+        await eventually(lambda: source.decode.scheduler.num_running == 8)  # the other two have come to their end
+        assert len(source.decode.scheduler._halted) == 8
+        source.land_writes()
+        ended = await asyncio.gather(*map(answered, handing), return_exceptions=True)
+        assert sum(isinstance(each, decode_pb2.HandOverResponse) for each in ended) == 8
+        there = [
+            (await tokens_of(stream), answer_to(prompt, MAX_TOKENS))
+            for stream, prompt in zip(streams, asked, strict=True)
+        ]
+        assert sum(tokens == wanted for tokens, wanted in there) == 2
+        assert all(tokens == wanted[: len(tokens)] for tokens, wanted in there)
+
+
 async def test_one_that_does_not_decode_yet_takes_nobodys_turn() -> None:
     async with two_workers() as (source, target):
         request = decode_request("a", PROMPT, max_tokens=MAX_TOKENS, prefill_here=True)
