@@ -8,8 +8,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from kvtransfer import metrics
 from kvtransfer.agent import Pieces
 from kvtransfer.packing import Packing
@@ -63,4 +61,4 @@ class PackedWrites:
         here = packing.pack(slot, part.layers.start, local_ids, num_tokens, self._sums, checked)
         metrics.PACK_SECONDS.inc(time.perf_counter() - started)
         there = span.indices(part.layers, part.run.there[part.blocks.start : part.blocks.stop])
-        return Pieces(packing.grid, packing.remote_grid(span), np.arange(here.start, here.stop, dtype=np.int32), there)
+        return Pieces(packing.grid, packing.remote_grid(span), here, there)

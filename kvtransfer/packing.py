@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvtransfer.agent import Grid
+from kvtransfer.agent import Grid, Indices
 from kvtransfer.eight_bit import EightBit
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.staging import Staging
@@ -63,20 +64,20 @@ class Packing:
         num_tokens: int,
         sums: RunningSums | None,
         checked: Sequence[tuple[int, int]],
-    ) -> range:
-        """So many tokens of one layer of these blocks. Returns where they are in `grid`.
+    ) -> Indices:
+        """So many tokens of one layer of these blocks. Returns their indices in `grid`.
 
         `checked`: indices of blocks whose packed bytes are added to `sums`, each with the slot of its sums."""
         first = slot * self.blocks_per_slot
-        pieces = range(first, first + len(block_ids))
+        end = first + len(block_ids)
         with self._on_stream():
-            self._codec.pack(self._memory[layer], block_ids, num_tokens, self._packed[first : pieces.stop])
+            self._codec.pack(self._memory[layer], block_ids, num_tokens, self._packed[first:end])
             if sums is not None and checked:
                 indices, into = zip(*checked, strict=True)
                 sums.add(range(layer, layer + 1), [first + index for index in indices], into)
         if self._stream is not None:
             self._stream.synchronize()
-        return pieces
+        return np.arange(first, end, dtype=np.int32)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
