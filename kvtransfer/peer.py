@@ -13,13 +13,12 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from kvtransfer import metrics
-from kvtransfer.agent import PeerUnreachable, TransferAgent
+from kvtransfer.agent import TransferAgent
 from kvtransfer.decode_client import DecodeClient
-from kvtransfer.errors import LayoutMismatch, LeaseExpired, StalePeer, TicketEnded, TransferFailed
+from kvtransfer.errors import LeaseExpired, TicketEnded, TransferFailed
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.ticket import (
     HandoverRecord,
-    HandoverTarget,
     Heartbeat,
     PeerDescription,
     Renewal,
@@ -28,7 +27,6 @@ from kvtransfer.ticket import (
     Ticket,
 )
 from kvtransfer.transfer_thread import TransferThread
-from model.kv_layout import KVLayout
 from protos.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class _Writing:
 
 
 class Peer:
-    """Event loop only. Made by `connect_peer`; `close` must be called, also on one that is lost."""
+    """Event loop only. Made by `kvtransfer.connecting`; `close` must be called, also on one that is lost."""
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class Peer:
         self._tell_lost: Callable[[Peer], None] | None = lost
         self._disconnected: asyncio.Future[None] | None = None
         self._attached: asyncio.Future[None] = self._loop.create_future()
-        self._attachment = asyncio.create_task(self._keep_attached())
+        self._attachment: asyncio.Task[None] | None = asyncio.create_task(self._keep_attached())
         metrics.PEERS.inc()
 
     @property
@@ -185,7 +183,8 @@ class Peer:
         self._lost = error
         metrics.PEERS.dec()
         logger.info("decode worker %s is lost: %s", self.agent_name, error)
-        self._attachment.cancel()
+        if self._attachment is not None:
+            self._attachment.cancel()
         if not self._attached.done():
             self._attached.set_exception(error)
             self._attached.exception()  # seen, should nobody be waiting
@@ -203,7 +202,10 @@ class Peer:
         if self._releases:
             await asyncio.wait(list(self._releases.values()), timeout=self._options.call_timeout_s)
         self.lose(TransferFailed("the prefill worker has closed"))
-        await asyncio.gather(self._attachment, *self._releases.values(), return_exceptions=True)
+        if self._attachment is not None:
+            await asyncio.gather(self._attachment, return_exceptions=True)
+            self._attachment = None  # its traceback leads back to us and to the call, which keeps the connection open
+        await asyncio.gather(*self._releases.values(), return_exceptions=True)
         if self._disconnected is not None:
             await self._disconnected
         await self._client.close()
@@ -255,46 +257,3 @@ class Peer:
                 logger.info("releasing ticket %s at %s failed: %s", ticket.ticket_id, self.agent_name, error)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, self._options.max_release_backoff_s)
-
-
-async def connect_peer(
-    client: DecodeClient,
-    target: HandoverTarget,
-    *,
-    identity: SenderIdentity,
-    layout: KVLayout,
-    thread: TransferThread,
-    agent: TransferAgent,
-    options: PeerOptions,
-    replaces: Peer | None,
-    lost: Callable[[Peer], None],
-) -> Peer:
-    """Describe, compare, connect, attach. The client belongs to the peer that is returned; the one replaced is lost.
-
-    Raises:
-        LayoutMismatch: the caches cannot exchange blocks. StalePeer: another process start answered.
-        TransferFailed: the transport cannot reach it.
-    """
-    description = await client.describe(layout, options.call_timeout_s)
-    if (difference := layout.difference(description.layout)) is not None:
-        raise LayoutMismatch(f"decode worker {target.worker_id!r} has another KV layout: {difference}")
-    if description.epoch != target.epoch:
-        raise StalePeer(f"decode worker {target.worker_id!r} has restarted: {description.epoch}, not {target.epoch}")
-    if replaces is not None:
-        replaces.lose(StalePeer(f"decode worker {target.worker_id!r} has restarted"))
-    try:
-        await thread.run(
-            lambda: agent.connect(description.agent_name, description.agent_metadata, description.device_id)
-        )
-    except PeerUnreachable as error:
-        raise TransferFailed(f"decode worker {target.worker_id!r} cannot be written to: {error}") from error
-    peer = Peer(client, description, identity=identity, thread=thread, agent=agent, options=options, lost=lost)
-    try:
-        async with asyncio.timeout(options.call_timeout_s):
-            await peer.attached()
-    except BaseException as error:
-        await peer.close()
-        if isinstance(error, TimeoutError):
-            raise TransferFailed(f"decode worker {target.worker_id!r} did not answer the first heartbeat") from None
-        raise
-    return peer

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 from kvtransfer import metrics
 from kvtransfer.agent import TransferAgent
 from kvtransfer.checks import fits
+from kvtransfer.connecting import connect_peer
 from kvtransfer.decode_client import DecodeClient
 from kvtransfer.errors import TransferFailed
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.packing import Packing
-from kvtransfer.peer import Peer, PeerOptions, connect_peer
+from kvtransfer.peer import Peer, PeerOptions
 from kvtransfer.ticket import AS_IS, HandoverTarget, Reservation, SenderIdentity
 from kvtransfer.transfer_thread import TransferOptions, TransferThread
 from model.block_pool import BlockPool
