@@ -161,7 +161,7 @@ class Bench:
             share,
             statistics.median(bare_s),
             found.exposed_s,
-            statistics.median(handover.ttft_s + handover.exposed_s for handover in handovers),
+            statistics.median(handover.computing_s + handover.exposed_s for handover in handovers),
             found.posting_s,
             found.record_s,
             statistics.median(round_trip_s),

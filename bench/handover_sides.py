@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import statistics
 import sys
@@ -47,6 +46,7 @@ class Handover:
     """`ttft_s` is from asking for the ticket to the first token, `exposed_s` from there to the record accepted."""
 
     ttft_s: float
+    computing_s: float  # of it, since the ticket was there
     exposed_s: float
     posting_s: float  # the transfer thread's time, of which
     writing_s: float  # the agent's own
@@ -119,7 +119,7 @@ class PrefillSide:
                 await asyncio.sleep(_ROOM_S)
         blocks = self._pool.allocate(num_blocks)
         outgoing.hold(blocks)
-        first_token_id = 0
+        granted_at, first_token_id = time.perf_counter(), 0
         for start in range(0, num_tokens, CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, num_tokens)
             hook = self._hook(outgoing, blocks, start, end, num_tokens) if layer_by_layer else None
@@ -133,7 +133,9 @@ class PrefillSide:
         self._pool.release(blocks)
         posted_s, written_s = posting_s() - posted_before, self._agent.writing_s - written_before
         exposed_s, record_s = committed_at - computed_at, self._client.record_s
-        return Handover(computed_at - started, exposed_s, posted_s, written_s, record_s, stats.sent_bytes)
+        return Handover(
+            computed_at - started, computed_at - granted_at, exposed_s, posted_s, written_s, record_s, stats.sent_bytes
+        )
 
     async def round_trip_s(self, layout: KVLayout) -> float:
         """Of a call of the decode side, which is how it would learn that there is something to pull."""
@@ -148,7 +150,6 @@ class PrefillSide:
     async def close(self) -> None:
         await self._sender.close()
         self._compute.shutdown()
-        gc.collect()  # what is left of the cancelled Attach call keeps its connection, and the decode side will stop
 
     def _open_client(self, address: str) -> TimedClient:
         self._client = TimedClient(open_channel(address))
@@ -186,6 +187,7 @@ class PrefillSide:
 def median(handovers: list[Handover]) -> Handover:
     return Handover(
         statistics.median(one.ttft_s for one in handovers),
+        statistics.median(one.computing_s for one in handovers),
         statistics.median(one.exposed_s for one in handovers),
         statistics.median(one.posting_s for one in handovers),
         statistics.median(one.writing_s for one in handovers),

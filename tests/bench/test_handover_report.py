@@ -20,8 +20,8 @@ from kvtransfer.eight_bit import Coding
 
 
 def row(num_tokens: int, exposed_s: float, posting_s: float) -> Row:
-    hidden = Handover(1.0, exposed_s, 0.0, 0.0, 0.0, 8_000_000)
-    after = Handover(1.0, 0.02, posting_s, 0.75 * posting_s, 0.0, 8_000_000)
+    hidden = Handover(1.0, 1.0, exposed_s, 0.0, 0.0, 0.0, 8_000_000)
+    after = Handover(1.0, 1.0, 0.02, posting_s, 0.75 * posting_s, 0.0, 8_000_000)
     return Row(num_tokens, hidden, after, raw_bytes_per_s=2e9, pull_s=0.04)
 
 
