@@ -10,11 +10,11 @@ import pytest
 
 from protos import workers_pb2
 from protos.client import PdserveClient
-from protos.errors import FailedPrecondition, NotFound, ResourceExhausted
+from protos.errors import FailedPrecondition, Internal, NotFound, ResourceExhausted
 from protos.values import Sampling, Summary
 from router.placement import Role
 from tests.router.asking import PROMPT, answer
-from tests.router.fakes import FakeFleet, FakeWorker, Hook, plain_loop, ready_load, running_fleet
+from tests.router.fakes import POLICY, FakeFleet, FakeWorker, Hook, plain_loop, ready_load, running_fleet
 
 NUM_TOKENS = 120  # half a second: whoever is told to leave early on has long left
 
@@ -91,6 +91,33 @@ async def test_moved_again_and_again(fleet: FakeFleet, client: PdserveClient) ->
     assert tokens == plain_loop(PROMPT, 230)
     assert summary.usage.num_moves >= 2
     assert summary.usage.num_resumes == 0
+    await fleet.settled()
+
+
+async def test_moves_leave_all_attempts_for_failures(fleet: FakeFleet, client: PdserveClient) -> None:
+    """Five moves, and then as many failures as a request may have."""
+    num_failures = 0
+
+    def num_moves() -> int:
+        return sum(len(fleet.workers[name].departures) for name in ("d0", "d1"))
+
+    for source, other in (("d0", "d1"), ("d1", "d0")):
+
+        async def hook(attempt_id: str, count: int, source: str = source, other: str = other) -> None:
+            nonlocal num_failures
+            await asyncio.sleep(0.004)
+            if count % 8 == 0 and num_moves() < 5:
+                fleet.router.table.set_draining(other, False)
+                fleet.router.table.set_draining(source, True)
+            elif count % 8 == 0 and num_moves() == 5 and num_failures < POLICY.max_attempts - 1:
+                fleet.router.table.set_draining(source, False)
+                num_failures += 1
+                raise Internal("as the test wants it")
+
+        fleet.workers[source].hooks["decode.token"] = hook
+    tokens, _, summary = await answer(client, Sampling(max_tokens=230))
+    assert tokens == plain_loop(PROMPT, 230)
+    assert (summary.usage.num_moves, summary.usage.num_resumes, num_failures) == (5, 3, 3)
     await fleet.settled()
 
 
