@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvtransfer.agent import Indices
 
@@ -40,13 +40,13 @@ class Part:
 def merged(parts: Sequence[Part]) -> list[Part]:
     """One part for neighbouring layers of the same blocks."""
     found = list[Part]()
-    for part in parts:
-        last = found[-1] if found else None
-        goes_on = last is not None and last.run is part.run and last.blocks == part.blocks
-        if last is not None and goes_on and last.layers.stop == part.layers.start:
-            found[-1] = replace(last, layers=range(last.layers.start, part.layers.stop))
-        else:
-            found.append(part)
+    first, stop = parts[0], parts[0].layers.stop
+    for part in parts[1:]:
+        if part.layers.start != stop or part.run is not first.run or part.blocks != first.blocks:
+            found.append(Part(first.run, range(first.layers.start, stop), first.blocks))
+            first = part
+        stop = part.layers.stop
+    found.append(Part(first.run, range(first.layers.start, stop), first.blocks))
     return found
 
 
