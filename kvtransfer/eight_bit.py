@@ -3,7 +3,7 @@
 Letters as in `model.kv_layout`, V vectors (keys, values) per token and head. A packed block is one layer's part of one
 block: the scales [H, V] in float32, the codes [H, V, B, D], and zeros up to a multiple of 16 bytes. A value is code
 times scale. Keys or values that hold a NaN or an infinity are NaN throughout once unpacked: who decodes from them
-notices, as it would have noticed before.
+notices, as it would have noticed before. In host memory the C kernels do it where they can run, else torch does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.block_codes import BlockCodes, kernels
 from model.kv_layout import KVLayout
 
 ALIGNMENT = 16
@@ -62,11 +63,15 @@ class EightBit:
         """
         if len(block_ids) != self.layout.num_blocks(num_tokens):
             raise ValueError(f"{len(block_ids)} blocks for {num_tokens} tokens of {self.layout.block_size} a block")
-        self._check(layer, packed, len(block_ids))
+        self._check(layer, packed, block_ids)
         if not block_ids:
             return
+        num_last_tokens = num_tokens - (len(block_ids) - 1) * self.layout.block_size
+        if (compiled := self._kernels(layer)) is not None:
+            compiled.pack(layer, block_ids, num_last_tokens, packed)
+            return
         blocks = layer.index_select(0, torch.tensor(block_ids, device=layer.device))
-        blocks[-1, :, :, num_tokens - (len(block_ids) - 1) * self.layout.block_size :] = 0
+        blocks[-1, :, :, num_last_tokens:] = 0
         largest = blocks.flatten(-2).abs().amax(-1).float()  # [blocks, H, V]; NaN where there is one
         largest.masked_fill_(largest.isinf(), torch.nan)
         scales = (largest / self.coding.largest_code).clamp(_SMALLEST_SCALE, _LARGEST / self.coding.largest_code)
@@ -80,8 +85,11 @@ class EightBit:
 
     def unpack(self, packed: Tensor, layer: Tensor, block_ids: Sequence[int]) -> None:
         """Packed blocks into these whole blocks of a layer [N, H, V, B, D], in its dtype."""
-        self._check(layer, packed, len(block_ids))
+        self._check(layer, packed, block_ids)
         if not block_ids:
+            return
+        if (compiled := self._kernels(layer)) is not None:
+            compiled.unpack(packed, layer, block_ids)
             return
         scales, codes = self._views(packed)
         if self.coding is Coding.FP8:
@@ -91,6 +99,12 @@ class EightBit:
         torch.mul(codes, scales[..., None, None], out=blocks)
         if not is_run:
             layer[torch.tensor(block_ids, device=layer.device)] = blocks
+
+    def _kernels(self, layer: Tensor) -> BlockCodes | None:
+        """None where torch has to do it."""
+        if layer.device.type != "cpu" or not layer.is_contiguous() or (found := kernels()) is None:
+            return None
+        return BlockCodes(found, self.coding is Coding.FP8, _SMALLEST_SCALE, _LARGEST / self.coding.largest_code)
 
     @property
     def _num_scales(self) -> int:
@@ -108,8 +122,10 @@ class EightBit:
         codes = packed[:, start : self._end_of_codes].view(self.coding.dtype)
         return scales, codes.unflatten(1, (*heads, layout.block_size, layout.head_dim))
 
-    def _check(self, layer: Tensor, packed: Tensor, num_blocks: int) -> None:
-        layout = self.layout
+    def _check(self, layer: Tensor, packed: Tensor, block_ids: Sequence[int]) -> None:
+        layout, num_blocks = self.layout, len(block_ids)
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(layer):
+            raise ValueError(f"blocks {min(block_ids)} to {max(block_ids)} of {len(layer)}")
         of_a_block = (layout.num_kv_heads, layout.num_vectors, layout.block_size, layout.head_dim)
         if layer.shape[1:] != of_a_block or layer.dtype != getattr(torch, layout.dtype):
             raise ValueError(f"the layer is {list(layer.shape)} {layer.dtype}; its blocks must be {list(of_a_block)}")

@@ -47,7 +47,16 @@ MODEL_SEEN_BY = {
         "sampling_params",
         "tokenizer",
     },
-    "kvtransfer": {"block_pool", "block_sums", "kv_cache", "kv_layout", "runner", "sampling_params", "sequence"},
+    "kvtransfer": {
+        "block_codes",
+        "block_pool",
+        "block_sums",
+        "kv_cache",
+        "kv_layout",
+        "runner",
+        "sampling_params",
+        "sequence",
+    },
 }
 
 ONLY_FILE = {"nixl": "kvtransfer/nixl_agent.py", "redis": None, "ray": None}

@@ -36,6 +36,8 @@ SIGNATURES = {
     "store": (_P, _L, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _I, _P, _P, _I),
     "likeliest": (_P, _L, _L, _L, _P, _P),
     "block_sums": (_P, _L, _L, _L, _L, _L, _P, _P, _L, _P),
+    "pack_blocks": (_P, _I, _L, _L, _P, _L, _L, _I, _F, _F, _P, _L),
+    "unpack_blocks": (_P, _L, _I, _L, _L, _P, _I, _P, _L),
     "attention": (_P, _L, _L, _L, _L, _I, _P, _L, _P, _P, _P, _L, _P, _P, _P, _I),
 }
 

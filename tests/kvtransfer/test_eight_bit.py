@@ -8,13 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtransfer import eight_bit
 from kvtransfer.eight_bit import Coding, EightBit
+from model.block_codes import kernels
+from model.kernels.library import load_fastest
 from model.kv_layout import KVLayout
 
 LAYOUT = KVLayout("m", "float32", num_layers=1, num_kv_heads=3, head_dim=5, block_size=4)
 DTYPES = ("float32", "bfloat16", "float16")
 # Of a value, by rounding to the cache's dtype when it is unpacked: half of its last bit.
 ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@pytest.fixture(params=["kernels", "torch"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of packing and unpacking."""
+    if request.param == "torch":
+        monkeypatch.setattr(eight_bit, "kernels", lambda: None)
+    else:
+        load_fastest()  # raises where there is no compiler
+    return str(request.param)
 
 
 def random_layer(layout: KVLayout, num_blocks: int) -> Tensor:
@@ -166,3 +179,39 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (layer.half(), layer[:, :1]):
         with pytest.raises(ValueError, match=r"its blocks must be \[2, 2, 2, 4\]"):
             codec.pack(other, [0, 1], 4, packed)
+
+
+@pytest.mark.parametrize("coding", Coding)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(5, 4), (64, 16), (127, 31)])
+def test_both_ways_give_the_same_bytes(
+    coding: Coding, dtype: str, head_dim: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of every size, zeros and what is not finite among them; of the last block but one token."""
+    layout = replace(LAYOUT, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    codec, layer = EightBit(layout, coding), random_layer(layout, 12)
+    layer[3, 1, 0, 2] *= torch.exp2(torch.arange(head_dim) / -4.0).to(layer.dtype)
+    layer[4, 0, 1, 0, 3], layer[5, 2, 1, 1, 1], layer[6, 0, 0] = torch.nan, torch.inf, 0
+    ids = [3, 9, 4, 5, 6, 7, 11]
+    found = []
+    for ways in (kernels, lambda: None):
+        monkeypatch.setattr(eight_bit, "kernels", ways)
+        packed = torch.full((7, codec.packed_bytes), 255, dtype=torch.uint8)
+        codec.pack(layer, ids, 6 * block_size + 1, packed)
+        there = torch.full_like(layer, 7.0)
+        codec.unpack(packed, there, ids)
+        found.append((packed, there))
+    (packed, there), (other_packed, other_there) = found
+    assert torch.equal(there.isnan(), other_there.isnan()) and int(there.isnan().sum()) == 2 * head_dim * block_size
+    assert torch.equal(there.nan_to_num(9.0), other_there.nan_to_num(9.0))
+    is_finite = [index for index, block in enumerate(ids) if block not in (4, 5)]  # what NaN is coded as, nobody reads
+    assert torch.equal(packed[is_finite], other_packed[is_finite])
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    codec, layer = EightBit(TINY, Coding.INT8), random_layer(TINY, 4)
+    packed = torch.zeros((1, codec.packed_bytes), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="blocks 4 to 4 of 4"):
+        codec.pack(layer, [4], 2, packed)
+    with pytest.raises(ValueError, match="blocks 4 to 4 of 4"):
+        codec.unpack(packed, layer, [4])
