@@ -11,7 +11,7 @@ from model.kv_layout import KVLayout
 from protos import decode_pb2, decode_pb2_grpc
 from protos.channel import open_channel
 
-PAUSE_S = 0.003
+PAUSE_S = 0.02
 
 
 @asynccontextmanager

@@ -80,6 +80,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             verification=verification,
             unpacking=unpacking,
         )
+        sender.expect_writes_while(self._is_written_to)
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
@@ -161,6 +162,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def close(self) -> None:
         self._arrivals.close()
+
+    def _is_written_to(self) -> bool:
+        return self.receiver.num_reserved_blocks > 0 or self.receiver.num_quarantined_blocks > 0
 
     def _sequence(self, request: decode_pb2.DecodeRequest) -> Sequence:
         sequence = sequence_from_message(request, vocab_size=self._vocab_size, block_size=self._layout.block_size)

@@ -36,12 +36,12 @@ class BlockChecks:
         if (check := self._checks.get(ticket_id)) is not None:
             check.written(num_blocks)
 
-    async def finish(self, ticket_id: str, checksums: tuple[int, ...]) -> None:
-        """Returns once all that is to be checked has been, or the ticket has been dropped.
+    async def finish(self, ticket_id: str, checksums: tuple[int, ...]) -> bool:
+        """Returns once all that is to be checked has been: True; or the ticket has been dropped meanwhile: False.
 
         Raises CorruptBlocks if a block has other checksums."""
-        if (check := self._checks.get(ticket_id)) is not None:
-            await check.finish(checksums)
+        check = self._checks.get(ticket_id)
+        return check is None or await check.finish(checksums)
 
     def drop(self, ticket_id: str) -> None:
         """What of it is being added up ends by itself, soon."""
@@ -57,27 +57,34 @@ class _Check:
         self._running = self._sums.start(len(self._block_ids))
         self._num_written = 0  # of those that are checked
         self._num_added = 0
-        self._found: tuple[int, ...] = ()
         self._is_over = False
         self._adding: asyncio.Task[None] | None = None
 
     def written(self, num_blocks: int) -> None:
         self._num_written = max(self._num_written, bisect_left(self._indices, num_blocks))
-        if self._num_written > self._num_added and (self._adding is None or self._adding.done()):
+        if self._num_written > self._num_added and self._may_add:
             self._adding = asyncio.create_task(self._add_what_is_written())
             self._adding.add_done_callback(_seen)
 
-    async def finish(self, checksums: tuple[int, ...]) -> None:
+    @property
+    def _may_add(self) -> bool:
+        """Nobody does, and nobody has failed: nobody knows what had been added by then."""
+        adding = self._adding
+        return adding is None or (adding.done() and not adding.cancelled() and adding.exception() is None)
+
+    async def finish(self, checksums: tuple[int, ...]) -> bool:
         self.written(self._indices[-1] + 1)
         if self._adding is not None:
             await asyncio.shield(self._adding)
         if self._is_over:
-            return
-        if len(self._found) != len(checksums):
+            return False
+        found = await self._run(self._running.values)
+        if len(found) != len(checksums):
             raise CorruptBlocks(f"{len(checksums)} checksums came for {len(self._block_ids)} blocks")
-        for index, (one, other) in enumerate(zip(self._found, checksums, strict=True)):
+        for index, (one, other) in enumerate(zip(found, checksums, strict=True)):
             if one != other:
                 raise CorruptBlocks(f"block {self._block_ids[index // 2]} does not hold what was sent")
+        return True
 
     def stop(self) -> None:
         self._is_over = True
@@ -85,17 +92,15 @@ class _Check:
     async def _add_what_is_written(self) -> None:
         """One step after the other: sums are not for two threads at once."""
         while not self._is_over and (start := self._num_added) < (stop := self._num_written):
-            self._found = await self._run(self._add_up, start, stop)
+            await self._run(self._add_up, start, stop)
             self._num_added = stop
 
-    def _add_up(self, start: int, stop: int) -> tuple[int, ...]:
-        """In a thread. All sums so far."""
+    def _add_up(self, start: int, stop: int) -> None:
+        """In a thread."""
         started = time.perf_counter()
         self._running.add(self._sums.layers, self._block_ids[start:stop], range(start, stop))
-        sums = self._running.values()
         metrics.CHECK_SECONDS.inc(time.perf_counter() - started)
         metrics.CHECKED_BYTES.inc((stop - start) * self._sums.block_bytes)
-        return sums
 
 
 def _seen(adding: asyncio.Task[None]) -> None:

@@ -60,7 +60,8 @@ class Contents:
         await asyncio.shield(task)
 
     async def _check_and_unpack(self, unpacking: Unpacking, ticket: Ticket, record: HandoverRecord) -> None:
-        await self._checks.finish(ticket.ticket_id, record.checksums)
+        if not await self._checks.finish(ticket.ticket_id, record.checksums):
+            return
         started = time.perf_counter()
         await asyncio.to_thread(unpacking.unpack, ticket.coding, ticket.block_ids)
         metrics.UNPACK_SECONDS.inc(time.perf_counter() - started)

@@ -71,6 +71,9 @@ class FaultyAgent:
         self._injector.wrote()
         return write
 
+    def progress(self) -> None:
+        self._inner.progress()
+
     def close(self) -> None:
         self._inner.close()
 

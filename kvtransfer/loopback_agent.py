@@ -93,6 +93,9 @@ class LoopbackAgent:
         self._num_writes += 1
         return LoopbackWrite(self, peer_name, regions, fails, corrupts, self._clock, self._completion_delay_s)
 
+    def progress(self) -> None:
+        """Writes land without it."""
+
     def reach(self, peer_name: str) -> LoopbackAgent | None:
         """The peer, if it is connected and still there."""
         return self._network.find(peer_name) if peer_name in self._peers else None

@@ -18,7 +18,7 @@ UNCODED = Counter(
     "pdserve_kvtransfer_uncoded_handovers", "Sequences sent as they are to workers that do not take the coding wanted."
 )
 PACK_SECONDS = Counter("pdserve_kvtransfer_pack_seconds", "Time the transfer thread spent coding KV.")
-UNPACK_SECONDS = Counter("pdserve_kvtransfer_unpack_seconds", "Time that received KV took to be decoded.")
+UNPACK_SECONDS = Counter("pdserve_kvtransfer_unpack_seconds", "Time that received KV took to be unpacked.")
 WRITE_SECONDS = Counter("pdserve_kvtransfer_write_seconds", "Time the transfer thread spent posting writes.")
 WRITES = Counter("pdserve_kvtransfer_writes", "Writes posted to the transport.")
 DESCRIPTORS = Counter("pdserve_kvtransfer_descriptors", "Pieces in the writes posted: a layer of a block each.")

@@ -1,7 +1,7 @@
 """The transport: NIXL with its UCX backend, which writes over NVLink, RDMA, shared memory or TCP.
 
-The only module that imports nixl. It uses the bindings directly: their Python wrapper fixes the progress thread to poll
-without pause, which costs an idle worker a whole core, and it configures the process's logging.
+The only module that imports nixl. It uses the bindings directly: their Python wrapper configures the process's logging
+and insists on a progress thread. Such a thread spins while another one copies, which costs a core while KV moves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kvtransfer.agent import Grid, PeerUnreachable, Pieces, Region, WriteState
 logger = logging.getLogger(__name__)
 
 UNACKNOWLEDGED_S = 5  # what was sent and is not acknowledged for so long will not arrive any more
-_PROGRESS_INTERVAL_US = 1000
 _ENVIRONMENT = {
     "UCX_LOG_LEVEL": "fatal",  # a peer's death is reported through us, not on stdout
     "UCX_WARN_UNUSED_ENV_VARS": "n",
@@ -126,18 +125,23 @@ class NixlAgent:
         write.post()
         return write
 
+    def progress(self) -> None:
+        try:
+            self._agent.getNotifs({})  # nobody sends any: asking for them is what makes UCX go on
+        except self._nixl.errors as error:
+            logger.warning("the transport reported an error: %s", error)
+
     def close(self) -> None:
         for peer_name in list(self._peers):
             self.disconnect(peer_name)
         self._release(self._lists)
         for memory in self._registered:
             self._agent.deregisterMem(memory, self._backends)
-        self._agent = None  # ends the progress thread
+        self._agent = None  # closes its connections
 
     def _config(self) -> object:
         config = self._nixl.bindings.nixlAgentConfig()
-        config.useProgThread = True  # answers peers that connect, and moves what the hardware cannot move alone
-        config.pthrDelay = _PROGRESS_INTERVAL_US
+        config.useProgThread = False
         config.syncMode = self._nixl.bindings.NIXL_THREAD_SYNC_STRICT
         return config
 

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class PeerOptions:
     """`heartbeat_s` is shortened to a third of the shortest lease granted; a peer silent for `silence_s` is lost.
 
-    A heartbeat comes before its time, `least_pause_s` after the last one at the earliest, when so many bytes have been
-    written under a ticket that the peer can start to check.
+    A heartbeat comes before its time, `least_pause_s` after the last one at the earliest, when `told_bytes`, of KV as
+    it is in the cache, have been written under a ticket since: the peer can start to check them.
     """
 
     heartbeat_s: float = 1.0
@@ -62,7 +62,7 @@ class _Writing:
 
 
 class Peer:
-    """Event loop only. Made by `kvtransfer.connecting`; `close` must be called, also on one that is lost."""
+    """Event loop only, but for `check_lease` and `written`. Made by `kvtransfer.connecting`; `close` must be called, also on one that is lost."""
 
     def __init__(
         self,

@@ -23,9 +23,9 @@ class Run:
         return range(len(self.local_ids))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """These layers of some blocks of a run; `blocks` are indices into it."""
+    """These layers of some blocks of a run; `blocks` are indices into it. Each is another one, whatever it holds."""
 
     run: Run
     layers: range

@@ -96,6 +96,12 @@ class Sender:
         """So that a reservation there takes no longer than it must. Raises what `reserve` does."""
         await self._peer(target)
 
+    def expect_writes_while(self, is_written_to: Callable[[], bool]) -> None:
+        """Others write into our cache while that is so: the agent, which has to take part, is looked after more often.
+
+        Asked on the transfer thread."""
+        self._thread.is_written_to = is_written_to
+
     async def close(self) -> None:
         """Aborts what is open, waits until nothing moves, says good-bye to the peers, ends the thread."""
         self._closed = True

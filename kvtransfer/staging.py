@@ -6,8 +6,8 @@ from collections import Counter
 
 
 class Staging:
-    """For one thread. A peer never has more slots than are free: one that takes no writes leaves half of them to the
-    others, and a second one half of those."""
+    """For one thread. A peer gets none while it has as many as are free: one that takes no writes leaves half of them
+    to the others, and a second one half of those."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:

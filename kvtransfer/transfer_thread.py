@@ -34,6 +34,9 @@ class TransferOptions:
     """`stall_s`: a write has failed that moves for longer while no other to its peer ends: a stopped peer would keep
     it moving for ever, and on a slow link many take their turns. `most_s` bounds it in any case.
 
+    The agent makes progress every `progress_s` at least while something moves or others may write to us, and else every
+    `idle_progress_s`.
+
     A peer that `max_moving_bytes` are on their way to gets nothing more until some of them have arrived: what is posted
     cannot be taken back, nor overtaken.
     """
@@ -41,8 +44,10 @@ class TransferOptions:
     stall_s: float = 10.0
     most_s: float = 60.0
     poll_s: float = 0.0002
+    progress_s: float = 0.001
+    idle_progress_s: float = 0.01
     max_queued_writes: int = 4096
-    max_batch_bytes: int = 8 << 20
+    max_batch_bytes: int = 32 << 20
     max_moving_bytes: int = 256 << 20
 
 
@@ -57,7 +62,7 @@ class WriteStream(Generic[Part]):
 
     The others are called on the transfer thread: `arrived` for parts that are in the peer's memory; `ended` for parts
     whose write has ended, well or not, or could not be posted once they were worked out; `has_room` before anything is
-    posted, and while there is none, nothing is: only the end of a write can make room.
+    posted, and while there is none, nothing is: only the end of a write can make room. It must not raise.
     """
 
     peer_name: str
@@ -97,7 +102,9 @@ class TransferThread:
         self._moving: list[_Posted] = []
         self._done_at: dict[str, float] = {}  # by peer: when a write to it last ended well
         self._moving_bytes: Counter[str] = Counter()  # by peer
+        self._progressed_at = 0.0
         self._closing = False
+        self.is_written_to: Callable[[], bool] = lambda: False  # whether others may write to us just now
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
@@ -129,12 +136,27 @@ class TransferThread:
 
     def _run(self) -> None:
         while not self._closing:
-            found = self._queue.get(self._may_post, self._options.poll_s if self._moving else None)
+            found = self._queue.get(self._may_post, self._pause_s())
             if isinstance(found, Batch):
                 self._post(found.stream, found.parts)
             elif found is not None:
                 found()
             self._poll()
+            self._progress()
+
+    def _pause_s(self) -> float:
+        if self._moving:
+            return self._options.poll_s
+        return self._options.progress_s if self.is_written_to() else self._options.idle_progress_s
+
+    def _progress(self) -> None:
+        now = time.monotonic()
+        if now - self._progressed_at >= self._options.progress_s:
+            self._progressed_at = now
+            try:
+                self._agent.progress()
+            except Exception:  # an agent's own failure shows in its writes; the thread is needed for others
+                logger.exception("the transport could not make progress")
 
     def _may_post(self, stream: WriteStream[Any]) -> bool:
         is_below = self._moving_bytes[stream.peer_name] < self._options.max_moving_bytes
@@ -152,7 +174,7 @@ class TransferThread:
             beside = None if stream.beside is None else self._beside.submit(stream.beside, parts)
             write = self._agent.write(stream.peer_name, what)
         except Exception as error:  # a wrong write ends its own stream, not the thread that all others need
-            stream.ended(parts)
+            self._tell(stream.ended, stream, parts)
             self._fail(stream, _why_not_posted(stream.peer_name, error))
             return
         metrics.WRITE_SECONDS.inc(time.perf_counter() - started)
@@ -187,26 +209,27 @@ class TransferThread:
             self._done_at[stream.peer_name] = now
             stream.sent_bytes += posted.write.num_bytes
             metrics.SENT_BYTES.labels(stream.coding).inc(posted.write.num_bytes)
-            self._tell_arrived(posted)
+            if stream.arrived is not None:
+                self._tell(stream.arrived, stream, posted.parts)
         else:
             self._fail(
                 stream, TransferFailed(f"a write of {posted.write.num_bytes} bytes to {stream.peer_name} failed")
             )
-        stream.ended(posted.parts)
+        self._tell(stream.ended, stream, posted.parts)
         stream.num_moving -= 1
         self._count_moving(stream, -posted.write.num_bytes)
         if stream.num_moving == 0:
             self._resolve(stream)
         return True
 
-    def _tell_arrived(self, posted: _Posted) -> None:
-        stream = posted.stream
-        if stream.arrived is not None:
-            try:
-                stream.arrived(posted.parts)
-            except Exception as error:  # likewise its own stream's end
-                logger.exception("it could not be told that a write to %s has arrived", stream.peer_name)
-                self._fail(stream, error)
+    def _tell(
+        self, of_parts: Callable[[Sequence[Part]], None], stream: WriteStream[Part], parts: Sequence[Part]
+    ) -> None:
+        try:
+            of_parts(parts)
+        except Exception as error:  # likewise its own stream's end
+            logger.exception("what belongs to a write to %s failed", stream.peer_name)
+            self._fail(stream, error)
 
     def _count_moving(self, stream: WriteStream[Any], num_bytes: int) -> None:
         self._moving_bytes[stream.peer_name] += num_bytes

@@ -13,6 +13,7 @@ from kvtransfer.geometry import CacheSpan, pieces
 from kvtransfer.nixl_agent import NixlAgent
 from model.kv_cache import PagedKVCache
 from model.kv_layout import KVLayout
+from tests.kvtransfer.progress import making_progress
 
 pytestmark = pytest.mark.gpu
 
@@ -38,8 +39,9 @@ def test_scattered_blocks_arrive_bit_exact_and_no_other_is_touched() -> None:
     sender.connect("receiver", receiver.metadata(), DEVICE_ID)
     write = sender.write("receiver", wanted)
     deadline = time.monotonic() + 10.0
-    while write.poll() is WriteState.MOVING and time.monotonic() < deadline:
-        time.sleep(0.001)
+    with making_progress(receiver):
+        while write.poll() is WriteState.MOVING and time.monotonic() < deadline:
+            time.sleep(0.001)
     assert write.poll() is WriteState.DONE
     assert write.num_bytes == 100 * LAYOUT.block_bytes
     expected = torch.zeros_like(target.memory)

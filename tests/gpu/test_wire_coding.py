@@ -15,6 +15,7 @@ from kvtransfer.packing import Packing
 from kvtransfer.unpacking import Unpacking
 from model.kv_cache import PagedKVCache
 from model.kv_layout import KVLayout
+from tests.kvtransfer.progress import making_progress
 from tests.kvtransfer.wire import arriving
 
 pytestmark = pytest.mark.gpu
@@ -45,8 +46,9 @@ def test_what_arrives_is_what_plain_coding_gives(coding: str) -> None:
         remote_pieces = remote.indices(range(layer, layer + 1), there)
         write = sender.write("unpacking", Pieces(packing.grid, packing.remote_grid(remote), pieces, remote_pieces))
         deadline = time.monotonic() + 10.0
-        while write.poll() is WriteState.MOVING and time.monotonic() < deadline:
-            time.sleep(0.001)
+        with making_progress(receiver):
+            while write.poll() is WriteState.MOVING and time.monotonic() < deadline:
+                time.sleep(0.001)
         assert write.poll() is WriteState.DONE
     found = unpacking.sums(coding).start(2)
     found.add(range(LAYOUT.num_layers), [9, 1], [0, 1])

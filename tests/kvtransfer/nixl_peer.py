@@ -21,6 +21,7 @@ from kvtransfer.geometry import CacheSpan
 from kvtransfer.nixl_agent import NixlAgent
 from model.kv_layout import KVLayout
 from tests.kvtransfer.cache import Cache
+from tests.kvtransfer.progress import making_progress
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = KVLayout(model_digest="tiny", dtype="bfloat16", num_layers=4, num_kv_heads=4, head_dim=64, block_size=16)
@@ -85,9 +86,10 @@ def _serve(name: str, stream: IO[str]) -> None:
     hello = {"pid": os.getpid(), "name": name, "address": cache.address, "metadata": agent.metadata().hex()}
     stream.write(json.dumps(hello) + "\n")
     stream.flush()
-    for line in stream:
-        stream.write(digest(cache, json.loads(line)) + "\n")
-        stream.flush()
+    with making_progress(agent):
+        for line in stream:
+            stream.write(digest(cache, json.loads(line)) + "\n")
+            stream.flush()
     agent.close()
 
 

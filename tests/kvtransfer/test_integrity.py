@@ -50,6 +50,8 @@ class HeldSums:
     def __init__(self) -> None:
         self.found: tuple[int, ...] | Exception = SENT
         self.may_end = threading.Event()
+        self.may_add = threading.Event()
+        self.may_add.set()
         self.asked: list[Sequence[int]] = []
         self.slots: list[int] = []
 
@@ -60,6 +62,7 @@ class HeldSums:
         assert layers == self.layers and len(block_ids) == len(slots)
         self.slots.extend(slots)
         self.asked.append(block_ids)
+        assert self.may_add.wait(10), "the test never let anything be added up"
 
     def values(self) -> tuple[int, ...]:
         assert self.may_end.wait(10), "the test never let the check end"
@@ -132,6 +135,8 @@ async def test_what_is_written_is_added_up_before_the_record_comes(desk: Checkin
 
 async def test_record_waits_for_what_is_being_added_up_and_nothing_is_added_twice(desk: CheckingDesk) -> None:
     ticket = desk.reserve()
+    desk.sums.may_end.set()
+    desk.sums.may_add.clear()
     desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 1})
     await eventually(lambda: bool(desk.sums.asked))
     desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 999})
@@ -139,7 +144,7 @@ async def test_record_waits_for_what_is_being_added_up_and_nothing_is_added_twic
     await asyncio.sleep(0.02)
     desk.receiver.written(SENDER.epoch, {ticket.ticket_id: 2})
     assert len(desk.sums.asked) == 1 and not receiving.done()
-    desk.sums.may_end.set()
+    desk.sums.may_add.set()
     await receiving
     assert desk.sums.asked == [[block_id] for block_id in ticket.block_ids]
     assert desk.sums.slots == [0, 1]
@@ -156,6 +161,7 @@ async def test_nothing_is_added_twice_for_a_heartbeat_that_comes_behind_the_reco
 
 async def test_ticket_that_ends_is_not_checked_any_further(desk: CheckingDesk) -> None:
     tickets = [desk.reserve(name, first=first) for name, first in (("a", 0), ("b", 500), ("c", 900))]
+    desk.sums.may_add.clear()
     desk.receiver.written(SENDER.epoch, {tickets[0].ticket_id: 1})
     await eventually(lambda: bool(desk.sums.asked))
     desk.receiver.written(SENDER.epoch, {tickets[0].ticket_id: 2})
@@ -163,7 +169,7 @@ async def test_ticket_that_ends_is_not_checked_any_further(desk: CheckingDesk) -
     desk.receiver.release(tickets[1].ticket_id, SENDER.epoch, mac=tickets[1].mac)
     desk.receiver.sender_gone(SENDER.epoch)
     assert len(desk.receiver._contents._checks) == 0
-    desk.sums.may_end.set()
+    desk.sums.may_add.set()
     await asyncio.sleep(0.02)
     assert len(desk.sums.asked) == 1
 

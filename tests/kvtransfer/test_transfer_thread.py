@@ -222,3 +222,23 @@ async def test_what_fails_beside_a_write_fails_its_own_stream_only(caplog: pytes
         assert stream.stopped
         assert not other.stopped
         assert "goes beside a write" in caplog.text
+
+
+async def test_agent_makes_progress_and_more_often_while_others_write_to_us(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever comes of it: a transport's own error does not end the thread."""
+    options = replace(OPTIONS, progress_s=0.001, idle_progress_s=0.05)
+    rig, called = Rig(options), list[float]()
+
+    def progress() -> None:
+        called.append(0.0)
+        raise RuntimeError("the link is down")
+
+    rig.agent.progress = progress  # type: ignore[method-assign]
+    await asyncio.sleep(0.3)
+    idle = len(called)
+    assert 2 <= idle <= 8
+    rig.thread.is_written_to = lambda: True
+    await asyncio.sleep(0.3)
+    assert len(called) - idle > 3 * idle
+    await rig.thread.close()
+    assert "could not make progress" in caplog.text

@@ -25,6 +25,7 @@ from kvtransfer.unpacking import Unpacking
 from model.kv_layout import KVLayout
 from protos.errors import Internal
 from tests.kvtransfer.cache import Cache, hashes_of
+from tests.kvtransfer.progress import making_progress
 from tests.kvtransfer.wire import BLOCK, LAYOUT, WirePair, arriving, memory_of, wire_pair
 from tests.kvtransfer.workers import DecodeSide, loopback
 from tests.timed_worker import eventually
@@ -368,8 +369,9 @@ def test_memory_that_was_added_is_written_from_over_nixl() -> None:
     write = sender.write(
         "wire-receiver", Pieces(here, there, np.array([5, 6, 7, 20, 9], np.int32), np.array([1, 2, 3, 23, 0], np.int32))
     )
-    while write.poll() is WriteState.MOVING:
-        pass
+    with making_progress(receiver):
+        while write.poll() is WriteState.MOVING:
+            pass
     assert write.poll() is WriteState.DONE and write.num_bytes == 5 * piece
     expected = Cache(LAYOUT, 8, fill=1).array.reshape(24, size)
     pieces = extra.array.reshape(48, piece)

@@ -75,13 +75,21 @@ class DecodeSide(decode_pb2_grpc.DecodeServicer):
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self)
         await self._server.start()
         self._timer = asyncio.create_task(self.receiver.run())
+        self._progress = asyncio.create_task(self._make_progress())
         self.target = HandoverTarget("decode-0", self._server.address, self.epoch)
 
     async def stop(self) -> None:
         self._timer.cancel()
-        await asyncio.wait([self._timer])
+        self._progress.cancel()
+        await asyncio.wait([self._timer, self._progress])
         await self._server.stop()
         self.agent.close()
+
+    async def _make_progress(self) -> None:
+        """As a worker's transfer thread does."""
+        while True:
+            self.agent.progress()
+            await asyncio.sleep(0.002)
 
     def Decode(self, request: Any, context: Any) -> Any:
         raise Unimplemented("there is no model here")
