@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from kvtransfer.ticket import AS_IS
+
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 SENT_BYTES = Counter(
@@ -14,6 +16,8 @@ RECEIVED_BYTES = Counter(
     "Bytes of KV of committed hand-overs written into this worker, by what it was coded in.",
     ["coding"],
 )
+for _counter in (SENT_BYTES, RECEIVED_BYTES):
+    _counter.labels(AS_IS)  # there from the start, as 0
 UNCODED = Counter(
     "pdserve_kvtransfer_uncoded_handovers", "Sequences sent as they are to workers that do not take the coding wanted."
 )

@@ -62,7 +62,7 @@ class _Writing:
 
 
 class Peer:
-    """Event loop only, but for `check_lease` and `written`. Made by `kvtransfer.connecting`; `close` must be called, also on one that is lost."""
+    """Event loop only, but for `check_lease` and `written`. `close` must be called, also on one that is lost."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Split:
     client: PdserveClient
 
     async def received_bytes(self) -> float:
-        return (await self.cluster.metrics("decode-0"))["pdserve_kvtransfer_received_bytes_total"]
+        return (await self.cluster.metrics("decode-0"))['pdserve_kvtransfer_received_bytes_total{coding="as-is"}']
 
     async def at_rest(self, *names: str, within_s: float) -> None:
         """By what they themselves say."""
