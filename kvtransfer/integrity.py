@@ -1,7 +1,6 @@
 """Which blocks of a ticket are checked, by the checksums of `model.block_sums`; `kvtransfer.block_checks` does so.
 
-Also the seal of a ticket, by which a record or a release shows that it comes
-from whom the ticket was given to.
+Also the seal of a ticket, by which a record or a release shows that it comes from whom the ticket was given to.
 """
 
 from __future__ import annotations

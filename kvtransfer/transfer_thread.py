@@ -21,7 +21,7 @@ from kvtransfer import metrics
 from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.errors import TransferFailed
 from kvtransfer.ticket import AS_IS
-from kvtransfer.write_queue import Batch, Part, WriteQueue
+from kvtransfer.write_queue import Batch, Item, WriteQueue
 from protos.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class TransferOptions:
 
 
 @dataclass(slots=True, eq=False)
-class WriteStream(Generic[Part]):
+class WriteStream(Generic[Item]):
     """The writes of one hand-over, in parts. `failed` is called on the event loop, once, when one of them fails.
 
     `work_out` says, on the transfer thread, what is to be copied for parts that are about to be posted as one write.
@@ -67,10 +67,10 @@ class WriteStream(Generic[Part]):
 
     peer_name: str
     failed: Callable[[Exception], None]
-    work_out: Callable[[Sequence[Part]], Sequence[Region] | Pieces]
-    beside: Callable[[Sequence[Part]], None] | None = None
-    arrived: Callable[[Sequence[Part]], None] | None = None
-    ended: Callable[[Sequence[Part]], None] = lambda _: None
+    work_out: Callable[[Sequence[Item]], Sequence[Region] | Pieces]
+    beside: Callable[[Sequence[Item]], None] | None = None
+    arrived: Callable[[Sequence[Item]], None] | None = None
+    ended: Callable[[Sequence[Item]], None] = lambda _: None
     has_room: Callable[[], bool] = lambda: True
     coding: str = AS_IS  # what the metrics call it
     stopped: bool = False
@@ -108,7 +108,7 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
-    def post(self, stream: WriteStream[Part], parts: Iterable[tuple[Part, float]]) -> None:
+    def post(self, stream: WriteStream[Item], parts: Iterable[tuple[Item, float]]) -> None:
         """Queues parts to be written, each with its number of bytes: infinite, if it shall go alone. Any thread may
         call it.
 
@@ -165,7 +165,7 @@ class TransferThread:
     def _close(self) -> None:
         self._closing = True
 
-    def _post(self, stream: WriteStream[Part], parts: Sequence[Part]) -> None:
+    def _post(self, stream: WriteStream[Item], parts: Sequence[Item]) -> None:
         if stream.stopped:
             return
         started = time.perf_counter()
@@ -223,7 +223,7 @@ class TransferThread:
         return True
 
     def _tell(
-        self, of_parts: Callable[[Sequence[Part]], None], stream: WriteStream[Part], parts: Sequence[Part]
+        self, of_parts: Callable[[Sequence[Item]], None], stream: WriteStream[Item], parts: Sequence[Item]
     ) -> None:
         try:
             of_parts(parts)

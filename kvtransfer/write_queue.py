@@ -15,26 +15,26 @@ from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 Stream = TypeVar("Stream", bound=Hashable)
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 Job: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch(Generic[Stream, Part]):
+class Batch(Generic[Stream, Item]):
     """Parts to be written at once, in the order they were put."""
 
     stream: Stream
-    parts: list[Part]
+    parts: list[Item]
 
 
 @dataclass(frozen=True, slots=True)
-class _Queued(Generic[Part]):
-    part: Part
+class _Queued(Generic[Item]):
+    part: Item
     num_bytes: float
     is_last: bool  # of those that were put together
 
 
-class WriteQueue(Generic[Stream, Part]):
+class WriteQueue(Generic[Stream, Item]):
     """Any thread puts, one takes. `max_puts` bounds each stream: one that is full keeps nobody else back. Parts that
     are put together count once.
 
@@ -47,22 +47,24 @@ class WriteQueue(Generic[Stream, Part]):
         self._num_puts: Counter[Stream] = Counter()
         self._changed = threading.Condition()
         self._calls: deque[Job] = deque()
-        self._awaited: OrderedDict[Stream, deque[_Queued[Part] | Job]] = OrderedDict()  # whose turn it is comes first
-        self._others: OrderedDict[Stream, deque[_Queued[Part] | Job]] = OrderedDict()
+        self._awaited: OrderedDict[Stream, deque[_Queued[Item] | Job]] = OrderedDict()  # whose turn it is comes first
+        self._others: OrderedDict[Stream, deque[_Queued[Item] | Job]] = OrderedDict()
 
     def __len__(self) -> int:
         return self._num_puts.total()
 
-    def put(self, stream: Stream, parts: Iterable[tuple[Part, float]], timeout_s: float) -> bool:
+    def put(self, stream: Stream, parts: Iterable[tuple[Item, float]], timeout_s: float) -> bool:
         """Parts, each with its number of bytes, behind the others of their stream. Waits while it is full; False if it
         stays so."""
+        sized = list(parts)
+        if not sized:
+            return True
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_puts[stream] < self._max_puts, timeout_s):
                 return False
-            sized = list(parts)
             for number, (part, num_bytes) in enumerate(sized, start=1):
                 self._put(stream, _Queued(part, num_bytes, is_last=number == len(sized)))
-            self._num_puts[stream] += bool(sized)
+            self._num_puts[stream] += 1
             self._changed.notify_all()
             return True
 
@@ -82,7 +84,7 @@ class WriteQueue(Generic[Stream, Part]):
             self._calls.append(job)
             self._changed.notify_all()
 
-    def get(self, is_ready: Callable[[Stream], bool], timeout_s: float | None) -> Batch[Stream, Part] | Job | None:
+    def get(self, is_ready: Callable[[Stream], bool], timeout_s: float | None) -> Batch[Stream, Item] | Job | None:
         """What is next, of streams that are ready; None if there is nothing in time."""
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -93,11 +95,11 @@ class WriteQueue(Generic[Stream, Part]):
                 self._changed.wait(remaining_s)
             return found
 
-    def _put(self, stream: Stream, queued: _Queued[Part] | Job) -> None:
+    def _put(self, stream: Stream, queued: _Queued[Item] | Job) -> None:
         streams = self._awaited if stream in self._awaited else self._others
         streams.setdefault(stream, deque()).append(queued)
 
-    def _take(self, is_ready: Callable[[Stream], bool]) -> Batch[Stream, Part] | Job | None:
+    def _take(self, is_ready: Callable[[Stream], bool]) -> Batch[Stream, Item] | Job | None:
         if self._calls:
             return self._calls.popleft()
         for streams in (self._awaited, self._others):
@@ -111,9 +113,9 @@ class WriteQueue(Generic[Stream, Part]):
                     return found
         return None
 
-    def _next(self, stream: Stream, queued: deque[_Queued[Part] | Job]) -> Batch[Stream, Part] | Job:
+    def _next(self, stream: Stream, queued: deque[_Queued[Item] | Job]) -> Batch[Stream, Item] | Job:
         """The end that is first, or the parts before it."""
-        parts, num_bytes = list[Part](), 0.0
+        parts, num_bytes = list[Item](), 0.0
         while queued:
             first = queued[0]
             if not isinstance(first, _Queued):
