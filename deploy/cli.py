@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from deploy.conversation import Asking
     from protos.values import Sampling
 
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+_FILE_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120  # of tables in a pipe or a file
+out, err = Console(highlight=False, width=_FILE_WIDTH), Console(stderr=True, highlight=False)
 
 
 _FORESEEN = (

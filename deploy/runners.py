@@ -113,7 +113,7 @@ def _timed_runner(config: WorkerConfig, folder: Path) -> ModelRunner:
         raise ValueError("--draft-shape tree needs --runner torch: a timed worker computes nothing to verify")
     if config.wire_kv != AS_IS:
         raise ValueError(
-            f"--wire-kv {config.wire_kv} needs --runner torch: of a timed worker's KV every bit has to arrive"
+            f"--wire-kv {config.wire_kv} needs --runner torch: timed workers check every bit of the KV they receive"
         )
     model = ModelConfig.from_folder(folder)
     max_context_tokens(config, folder)  # refuses what is too much; nothing here is sized by it

@@ -54,6 +54,8 @@ def what_is_missing(status: Status, router_address: str) -> str:
     """Why requests cannot be served now, and what to do; empty if they can."""
     present = [worker for worker in status.workers if worker.state != "lost"]
     if not present:
+        if status.workers:
+            return f"Every worker has left. Start another with `pdserve worker --router {router_address}`"
         return (
             "No worker has registered: they may still be starting, which `pdserve up` tells. One started by hand needs "
             f"--router {router_address}"
@@ -63,8 +65,9 @@ def what_is_missing(status: Status, router_address: str) -> str:
     if not missing:
         return ""
     return (
-        f"No worker that is ready has the role {' or '.join(missing)}: requests have to wait. Start one with "
-        f"`pdserve worker --role {missing[0]}`, or let another change with `pdserve role WORKER both`"
+        f"No worker that is ready has the role {' or '.join(missing)}: requests wait a few seconds for one, and fail "
+        f"then. Start one with `pdserve worker --role {missing[0]}`, or let another change with "
+        "`pdserve role WORKER both`"
     )
 
 

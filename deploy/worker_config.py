@@ -60,8 +60,10 @@ class WorkerConfig:
                 f"--num-blocks is {self.num_blocks}; it must be at least 2 where --block-size is 1: "
                 "a token of a prompt and one of its answer have to fit"
             )
-        if self.lease_s <= 0 or self.drain_s < 0:
-            raise ValueError("--lease-s must be above 0, --drain-s at least 0")
+        if self.lease_s <= 0:
+            raise ValueError(f"--lease-s is {self.lease_s:g}; it must be above 0")
+        if self.drain_s < 0:
+            raise ValueError(f"--drain-s is {self.drain_s:g}; it must be at least 0")
         if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"--max-draft-tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}")
         if self.role not in ROLES:

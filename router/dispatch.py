@@ -60,6 +60,12 @@ class Dispatches:
     def __iter__(self) -> Iterator[Dispatch]:
         return iter(self._running)
 
+    @property
+    def num_in_hand(self) -> int:
+        """Requests that this worker has something to do for yet: one that was prefilled here and decodes elsewhere is
+        not among them."""
+        return sum(dispatch.decode is self or not dispatch.is_prefilled for dispatch in self._running)
+
     def begin(self, dispatch: Dispatch) -> None:
         self._running.add(dispatch)
         if dispatch.decode is self:

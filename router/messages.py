@@ -107,7 +107,7 @@ def status_of(worker: Worker, state: WorkerState, age_s: float) -> workers_pb2.W
         load=workers_pb2.WorkerLoad(state=_STATES[state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
         role=_ROLES[worker.role],
         reported_ago_s=age_s,
-        num_requests=len(worker.dispatches),
+        num_requests=worker.dispatches.num_in_hand,
     )
 
 

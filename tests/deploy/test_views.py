@@ -213,7 +213,7 @@ def test_timed_workers_and_a_router_that_drains_are_called_so() -> None:
     ("workers", "told"),
     [
         ([], "No worker has registered: .* `pdserve up` .* --router 10.0.0.1:8500"),
-        ([("decode", "lost")], "No worker has registered"),
+        ([("decode", "lost")], "Every worker has left.* --router 10.0.0.1:8500"),
         (
             [("decode", "ready")],
             "has the role prefill: .*`pdserve worker --role prefill`, .*`pdserve role WORKER both`",

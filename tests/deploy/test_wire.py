@@ -65,7 +65,7 @@ def test_what_would_save_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["int8", "fp8"])
 def test_timed_worker_sends_exact_words(tiny_model: Path, mode: str) -> None:
-    with pytest.raises(ValueError, match=f"--wire-kv {mode} needs --runner torch: of a timed worker's KV every bit"):
+    with pytest.raises(ValueError, match=f"--wire-kv {mode} needs --runner torch: timed workers check every bit"):
         load_runner(config(tiny_model, runner="timed", num_blocks=100, wire_kv=mode), tiny_model)
 
 

@@ -111,6 +111,8 @@ class Events(RuleBasedStateMachine):
             ]
             load, found = self.workers[name].load, candidate(self.table, name)
             assert len(self.workers[name].dispatches) == sum(here in (each.prefill, each.decode) for each in open_)
+            in_hand = sum(each.decode == here or (each.prefill == here and not each.is_prefilled) for each in open_)
+            assert self.workers[name].dispatches.num_in_hand == in_hand
             assert found.num_queued_tokens == load.queued_prefill_tokens + sum(unreported)
             assert found.num_active == max(load.num_running, sum(each.decode == here for each in open_))
             taken = sum(each.num_blocks for each in coming if each.decode == here)
