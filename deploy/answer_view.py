@@ -97,7 +97,8 @@ def _drafts(usage: Usage) -> str:
     if not usage.drafted_tokens:
         return ""
     steps = f"{usage.num_steps} step{'s' * (usage.num_steps != 1)}"
-    return f" in {steps}, {usage.accepted_tokens} of {usage.drafted_tokens} guesses right"
+    which = ", since it was resumed" if usage.num_resumes else ""  # the worker that is lost can tell nothing more
+    return f" in {steps}, {usage.accepted_tokens} of {usage.drafted_tokens} guesses right{which}"
 
 
 def _counted(number: int) -> str:

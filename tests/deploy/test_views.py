@@ -128,6 +128,8 @@ def test_colocated_prompt_is_told_once_and_failures_are_told() -> None:
 def test_guesses_are_told_where_there_were_any() -> None:
     usage = replace(USAGE, output_tokens=120, num_steps=48, drafted_tokens=96, accepted_tokens=72)
     assert summary_lines(usage, TIMELINE)[-1] == "answer   120 tokens in 48 steps, 72 of 96 guesses right"
+    resumed = summary_lines(replace(usage, num_resumes=1), TIMELINE)
+    assert "answer   120 tokens in 48 steps, 72 of 96 guesses right, since it was resumed" in resumed
 
 
 TIMES = [(0, "0 ms"), (0.00042, "0.4 ms"), (0.0099, "9.9 ms"), (1.2345, "1234 ms")]
