@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -147,7 +147,12 @@ class TransferThread:
     def _pause_s(self) -> float:
         if self._moving:
             return self._options.poll_s
-        return self._options.progress_s if self.is_written_to() else self._options.idle_progress_s
+        try:
+            is_busy = self.is_written_to()
+        except Exception:
+            logger.exception("whether others write to us is not known")
+            is_busy = True
+        return self._options.progress_s if is_busy else self._options.idle_progress_s
 
     def _progress(self) -> None:
         now = time.monotonic()
@@ -168,12 +173,14 @@ class TransferThread:
     def _post(self, stream: WriteStream[Item], parts: Sequence[Item]) -> None:
         if stream.stopped:
             return
-        started = time.perf_counter()
+        started, beside = time.perf_counter(), None
         try:
             what = stream.work_out(parts)
             beside = None if stream.beside is None else self._beside.submit(stream.beside, parts)
             write = self._agent.write(stream.peer_name, what)
         except Exception as error:  # a wrong write ends its own stream, not the thread that all others need
+            if beside is not None:
+                wait([beside])  # it reads what the stream's owner lets go of when it has drained
             self._tell(stream.ended, stream, parts)
             self._fail(stream, _why_not_posted(stream.peer_name, error))
             return

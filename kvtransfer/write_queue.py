@@ -85,7 +85,7 @@ class WriteQueue(Generic[Stream, Item]):
             self._changed.notify_all()
 
     def get(self, is_ready: Callable[[Stream], bool], timeout_s: float | None) -> Batch[Stream, Item] | Job | None:
-        """What is next, of streams that are ready; None if there is nothing in time."""
+        """What is next, parts only of streams that are ready; None if there is nothing in time."""
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while (found := self._take(is_ready)) is None:
@@ -104,7 +104,7 @@ class WriteQueue(Generic[Stream, Item]):
             return self._calls.popleft()
         for streams in (self._awaited, self._others):
             for stream, queued in streams.items():
-                if is_ready(stream):
+                if not isinstance(queued[0], _Queued) or is_ready(stream):  # an end needs nobody's room
                     found = self._next(stream, queued)
                     if queued:
                         streams.move_to_end(stream)

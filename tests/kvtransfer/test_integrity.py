@@ -188,7 +188,10 @@ async def test_block_that_is_said_to_be_written_too_early_is_not_taken(late_bloc
     await eventually(lambda: metrics.CHECKED_BYTES._value.get() == counted + LAYOUT.block_bytes)
     memory[1, late_block, 5] -= 1
     if is_taken:
-        await checks.finish("t", sent.values())
+        assert await checks.finish("t", sent.values())
+        for too_few in (sent.values()[:2], ()):
+            with pytest.raises(CorruptBlocks, match=f"{len(too_few)} checksums came for 2 blocks"):
+                await checks.finish("t", too_few)
     else:
         with pytest.raises(CorruptBlocks, match="block 2 does not hold what was sent"):
             await checks.finish("t", sent.values())

@@ -62,5 +62,7 @@ def test_neighbouring_layers_of_the_same_blocks_are_one_part() -> None:
     layers = [(one, 0), (one, 1), (one, 3), (other, 0), (other, 1), (one, 2)]
     found = merged([part(run, layer, layer + 1) for run, layer in layers])
     assert held(found) == held([part(one, 0, 2), part(one, 3, 4), part(other, 0, 2), part(one, 2, 3)])
+    twin = new_run(0, 3)
+    assert len(merged([part(one, 0, 1), part(twin, 1, 2)])) == 2
     halves = [part(one, 0, 1, range(2)), part(one, 1, 2, range(2, 3)), part(one, 2, 3, range(2, 3))]
     assert held(merged(halves)) == held([part(one, 0, 1, range(2)), part(one, 1, 3, range(2, 3))])

@@ -242,3 +242,32 @@ async def test_agent_makes_progress_and_more_often_while_others_write_to_us(capl
     assert len(called) - idle > 3 * idle
     await rig.thread.close()
     assert "could not make progress" in caplog.text
+
+
+async def test_stream_has_not_drained_while_something_goes_beside_a_write_that_could_not_be_posted() -> None:
+    async with rig() as it:
+        go_on, order = threading.Event(), list[str]()
+
+        def beside(_: Sequence[Region]) -> None:
+            go_on.wait(5)
+            order.append("beside")
+
+        stream = it.new_stream(beside)
+        stream.ended = lambda _: order.append("ended")
+        it.post(stream, Region(0, 0, 64))
+        draining = it.thread.drain(stream)
+        await asyncio.sleep(0.02)
+        assert not draining.done()
+        go_on.set()
+        await draining
+        assert order == ["beside", "ended"]
+
+
+async def test_thread_lives_though_nobody_knows_who_writes_to_us(caplog: pytest.LogCaptureFixture) -> None:
+    async with rig() as it:
+        it.thread.is_written_to = lambda: bool([][0])
+        await asyncio.sleep(0.05)
+        it.post(it.stream)
+        await it.thread.drain(it.stream)
+        assert it.stream.sent_bytes == 64
+        assert "whether others write to us is not known" in caplog.text

@@ -98,6 +98,15 @@ def test_stream_that_is_not_ready_keeps_nobody_back() -> None:
     assert rig.take() == ["a0", "a1", "a is done"]
 
 
+def test_end_does_not_wait_for_room_that_it_does_not_need() -> None:
+    rig = Rig()
+    rig.queue.put_end("a", rig.job("a is done"))
+    rig.put("b", 1)
+    rig.queue.put_end("b", rig.job("b is done"))
+    assert rig.take(blocked="ab") == ["a is done"]
+    assert rig.take() == ["b0", "b is done"]
+
+
 def test_full_stream_makes_room_by_what_is_taken_and_keeps_nobody_else_back() -> None:
     rig = Rig(max_puts=2)
     rig.put("a", 2)
