@@ -56,7 +56,7 @@ class Arrivals:
         if arrival.expiry is not None:
             arrival.expiry.cancel()
         try:
-            return await arrival.result
+            return await asyncio.shield(arrival.result)  # or KV that comes before we wake up would find it cancelled
         except asyncio.CancelledError:
             self._give_back(arrival)  # it may have come in the very moment the stream went
             raise

@@ -73,12 +73,17 @@ async def test_cancelled_stream_leaves_nothing() -> None:
     assert (len(box.arrivals), box.dropped) == (0, [])
 
 
-async def test_kv_that_comes_in_the_moment_the_stream_goes_is_given_back() -> None:
+@pytest.mark.parametrize("comes_first", [True, False])
+async def test_kv_that_comes_in_the_moment_the_stream_goes_is_given_back(comes_first: bool) -> None:
     box = Box()
     claim = asyncio.create_task(box.arrivals.claim("a"))
     await asyncio.sleep(0)
-    box.arrivals.committed("a", received("a"))
-    claim.cancel()
+    if comes_first:
+        box.arrivals.committed("a", received("a"))
+        claim.cancel()
+    else:
+        claim.cancel()
+        box.arrivals.committed("a", received("a"))
     with pytest.raises(asyncio.CancelledError):
         await claim
     assert (len(box.arrivals), box.dropped) == (0, [received("a")])
