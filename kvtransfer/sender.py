@@ -139,7 +139,7 @@ class Sender:
             raise TransferFailed(f"decode worker {peer.agent_name} wants checksums, which are not computed here")
         if packing is None and self._packing is not None:
             metrics.UNCODED.inc()
-        sums = None if self._sums is None else self._sums if packing is None else packing
+        source = self._sums if packing is None else packing
         outgoing = Outgoing(
             reservation,
             ticket,
@@ -147,7 +147,7 @@ class Sender:
             pool=self._pool,
             local=self._span,
             thread=self._thread,
-            sums=sums.start(len(ticket.checked)) if sums is not None and ticket.checked else None,
+            sums=source.start(len(ticket.checked)) if source is not None and ticket.checked else None,
             packing=packing,
             own=self._own,
             ended=self._outgoings.discard,
