@@ -22,6 +22,15 @@ def configure_logging(process_name: str, level: str) -> None:
     root.setLevel(logging.WARNING)
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_gone)
+
+
+def _caller_gone(record: logging.LogRecord) -> bool:
+    """One line for what gRPC reports with a traceback: the connection ended just as a call's end was to be sent."""
+    if record.exc_info and type(record.exc_info[1]).__name__ == "ExecuteBatchError":
+        record.msg, record.args = f"{record.getMessage()}: its caller's connection has ended", ()
+        record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+    return True
 
 
 def message_of(line: str) -> str | None:
