@@ -24,51 +24,57 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\npdserve.v1\"\xba\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x03H\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\x03H\x0b\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x0e \x01(\x03H\x0c\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x13\n\x11_max_draft_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xca\x01\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParamsB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_model\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xac\x01\n\x0b\x43hatRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x01\x88\x01\x01\x12)\n\x08messages\x18\x03 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParamsB\r\n\x0b_request_idB\x08\n\x06_model\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x03\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"\xb4\x02\n\x10GenerateResponse\x12\x14\n\x0coutput_index\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12-\n\x0c\x64\x65\x63ode_stats\x18\x06 \x01(\x0b\x32\x17.pdserve.v1.DecodeStats\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12&\n\x08timeline\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.Timeline\x12\x12\n\nrequest_id\x18\t \x01(\t\"0\n\x0cPromptTokens\x12\x10\n\x08\x63omputed\x18\x01 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\x03\"\xf0\x01\n\x0b\x44\x65\x63odeStats\x12\x17\n\x0freceived_tokens\x18\x01 \x01(\x03\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x03\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\x03\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x11\n\tnum_steps\x18\x08 \x01(\x03\x12\x16\n\x0e\x64rafted_tokens\x18\t \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\n \x01(\x03\"\xdd\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\routput_tokens\x18\x02 \x01(\x03\x12)\n\x07prefill\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.PromptTokens\x12\'\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.DecodeStats\x12\x13\n\x0bnum_resumes\x18\x05 \x01(\x03\x12\x13\n\x0bnum_retries\x18\x06 \x01(\x03\x12\x15\n\rdisaggregated\x18\x07 \x01(\x08\x12\x11\n\tnum_moves\x18\x08 \x01(\x03\"M\n\x05Stage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\"^\n\x08Timeline\x12!\n\x06stages\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Stage\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"X\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.ChatConversationH\x00\x42\x07\n\x05input\"=\n\x10\x43hatConversation\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"/\n\x0fGetModelRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\xaa\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x03\x12\x12\n\nvocab_size\x18\x04 \x01(\x03\x12\x15\n\reos_token_ids\x18\x05 \x03(\x03\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x98\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x17.pdserve.v1.ChatRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12:\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x11.pdserve.v1.Modelb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\npdserve.v1\"\xeb\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x03H\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\x03H\x0b\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x0e \x01(\x03H\x0c\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x03H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x13\n\x11_max_draft_tokensB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xc8\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x0e\n\x01n\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x07 \x01(\x08H\x04\x88\x01\x01\x12\x15\n\x08priority\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x17\n\nsession_id\x18\t \x01(\tH\x06\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelB\x04\n\x02_nB\x07\n\x05_echoB\x0b\n\t_priorityB\r\n\x0b_session_id\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x8e\x02\n\x0b\x43hatRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x01\x88\x01\x01\x12)\n\x08messages\x18\x03 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x0e\n\x01n\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x15\n\x08priority\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nsession_id\x18\x07 \x01(\tH\x04\x88\x01\x01\x42\r\n\x0b_request_idB\x08\n\x06_modelB\x04\n\x02_nB\x0b\n\t_priorityB\r\n\x0b_session_id\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x03\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"\xed\x02\n\x10GenerateResponse\x12\x14\n\x0coutput_index\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12-\n\x0c\x64\x65\x63ode_stats\x18\x06 \x01(\x0b\x32\x17.pdserve.v1.DecodeStats\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12&\n\x08timeline\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.Timeline\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x0e\n\x06\x63hoice\x18\n \x01(\x03\x12\'\n\x06prompt\x18\x0b \x01(\x0b\x32\x17.pdserve.v1.PromptChunk\"[\n\x0bPromptChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\x12\x0c\n\x04text\x18\x02 \x01(\t\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"0\n\x0cPromptTokens\x12\x10\n\x08\x63omputed\x18\x01 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\x03\"\xf0\x01\n\x0b\x44\x65\x63odeStats\x12\x17\n\x0freceived_tokens\x18\x01 \x01(\x03\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x03\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\x03\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x11\n\tnum_steps\x18\x08 \x01(\x03\x12\x16\n\x0e\x64rafted_tokens\x18\t \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\n \x01(\x03\"\xdd\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\routput_tokens\x18\x02 \x01(\x03\x12)\n\x07prefill\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.PromptTokens\x12\'\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.DecodeStats\x12\x13\n\x0bnum_resumes\x18\x05 \x01(\x03\x12\x13\n\x0bnum_retries\x18\x06 \x01(\x03\x12\x15\n\rdisaggregated\x18\x07 \x01(\x08\x12\x11\n\tnum_moves\x18\x08 \x01(\x03\"M\n\x05Stage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\"^\n\x08Timeline\x12!\n\x06stages\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Stage\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"X\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.ChatConversationH\x00\x42\x07\n\x05input\"=\n\x10\x43hatConversation\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"/\n\x0fGetModelRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\xaa\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x03\x12\x12\n\nvocab_size\x18\x04 \x01(\x03\x12\x15\n\reos_token_ids\x18\x05 \x03(\x03\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x98\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x17.pdserve.v1.ChatRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12:\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x11.pdserve.v1.Modelb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2644
-  _globals['_FINISHREASON']._serialized_end=2739
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3195
+  _globals['_FINISHREASON']._serialized_end=3290
   _globals['_SAMPLINGPARAMS']._serialized_start=39
-  _globals['_SAMPLINGPARAMS']._serialized_end=609
-  _globals['_TOKENIDS']._serialized_start=611
-  _globals['_TOKENIDS']._serialized_end=634
-  _globals['_GENERATEREQUEST']._serialized_start=637
-  _globals['_GENERATEREQUEST']._serialized_end=839
-  _globals['_CHATMESSAGE']._serialized_start=841
-  _globals['_CHATMESSAGE']._serialized_end=885
-  _globals['_CHATREQUEST']._serialized_start=888
-  _globals['_CHATREQUEST']._serialized_end=1060
-  _globals['_TOKENLOGPROB']._serialized_start=1062
-  _globals['_TOKENLOGPROB']._serialized_end=1111
-  _globals['_TOKENLOGPROBS']._serialized_start=1113
-  _globals['_TOKENLOGPROBS']._serialized_end=1209
-  _globals['_GENERATERESPONSE']._serialized_start=1212
-  _globals['_GENERATERESPONSE']._serialized_end=1520
-  _globals['_PROMPTTOKENS']._serialized_start=1522
-  _globals['_PROMPTTOKENS']._serialized_end=1570
-  _globals['_DECODESTATS']._serialized_start=1573
-  _globals['_DECODESTATS']._serialized_end=1813
-  _globals['_USAGE']._serialized_start=1816
-  _globals['_USAGE']._serialized_end=2037
-  _globals['_STAGE']._serialized_start=2039
-  _globals['_STAGE']._serialized_end=2116
-  _globals['_TIMELINE']._serialized_start=2118
-  _globals['_TIMELINE']._serialized_end=2212
-  _globals['_TOKENIZEREQUEST']._serialized_start=2214
-  _globals['_TOKENIZEREQUEST']._serialized_end=2302
-  _globals['_CHATCONVERSATION']._serialized_start=2304
-  _globals['_CHATCONVERSATION']._serialized_end=2365
-  _globals['_TOKENIZERESPONSE']._serialized_start=2367
-  _globals['_TOKENIZERESPONSE']._serialized_end=2420
-  _globals['_GETMODELREQUEST']._serialized_start=2422
-  _globals['_GETMODELREQUEST']._serialized_end=2469
-  _globals['_MODEL']._serialized_start=2472
-  _globals['_MODEL']._serialized_end=2642
-  _globals['_INFERENCE']._serialized_start=2742
-  _globals['_INFERENCE']._serialized_end=3022
+  _globals['_SAMPLINGPARAMS']._serialized_end=786
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=518
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=566
+  _globals['_TOKENIDS']._serialized_start=788
+  _globals['_TOKENIDS']._serialized_end=811
+  _globals['_GENERATEREQUEST']._serialized_start=814
+  _globals['_GENERATEREQUEST']._serialized_end=1142
+  _globals['_CHATMESSAGE']._serialized_start=1144
+  _globals['_CHATMESSAGE']._serialized_end=1188
+  _globals['_CHATREQUEST']._serialized_start=1191
+  _globals['_CHATREQUEST']._serialized_end=1461
+  _globals['_TOKENLOGPROB']._serialized_start=1463
+  _globals['_TOKENLOGPROB']._serialized_end=1512
+  _globals['_TOKENLOGPROBS']._serialized_start=1514
+  _globals['_TOKENLOGPROBS']._serialized_end=1610
+  _globals['_GENERATERESPONSE']._serialized_start=1613
+  _globals['_GENERATERESPONSE']._serialized_end=1978
+  _globals['_PROMPTCHUNK']._serialized_start=1980
+  _globals['_PROMPTCHUNK']._serialized_end=2071
+  _globals['_PROMPTTOKENS']._serialized_start=2073
+  _globals['_PROMPTTOKENS']._serialized_end=2121
+  _globals['_DECODESTATS']._serialized_start=2124
+  _globals['_DECODESTATS']._serialized_end=2364
+  _globals['_USAGE']._serialized_start=2367
+  _globals['_USAGE']._serialized_end=2588
+  _globals['_STAGE']._serialized_start=2590
+  _globals['_STAGE']._serialized_end=2667
+  _globals['_TIMELINE']._serialized_start=2669
+  _globals['_TIMELINE']._serialized_end=2763
+  _globals['_TOKENIZEREQUEST']._serialized_start=2765
+  _globals['_TOKENIZEREQUEST']._serialized_end=2853
+  _globals['_CHATCONVERSATION']._serialized_start=2855
+  _globals['_CHATCONVERSATION']._serialized_end=2916
+  _globals['_TOKENIZERESPONSE']._serialized_start=2918
+  _globals['_TOKENIZERESPONSE']._serialized_end=2971
+  _globals['_GETMODELREQUEST']._serialized_start=2973
+  _globals['_GETMODELREQUEST']._serialized_end=3020
+  _globals['_MODEL']._serialized_start=3023
+  _globals['_MODEL']._serialized_end=3193
+  _globals['_INFERENCE']._serialized_start=3293
+  _globals['_INFERENCE']._serialized_end=3573
 # @@protoc_insertion_point(module_scope)

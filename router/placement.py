@@ -48,10 +48,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """No prefill: the decode worker prefills too. No decode: one token is all that is wanted."""
+    """No prefill: the decode worker prefills too. No decode: one token is all that is wanted.
+
+    Predictions are None while too little is known. `is_within_limits`: whether the workers have room for it now, by
+    what is predicted; one that has not had better wait at the router.
+    """
 
     prefill: Candidate | None
     decode: Candidate | None
+    reason: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    is_within_limits: bool = True
 
     @property
     def workers(self) -> list[Candidate]:
