@@ -64,14 +64,21 @@ class InferenceService:
         }
 
     def Generate(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[bytes, None]:
-        return self._answer(
-            lambda: check_generate(message, self._card, self._limit(), self._max_prompt_bytes, secrets.token_hex(8)),
-            context,
-        )
+        return self.generate(message, context.time_remaining())
 
     def Chat(self, message: pb.ChatRequest, context: Context) -> AsyncGenerator[bytes, None]:
+        return self.chat(message, context.time_remaining())
+
+    def generate(self, message: pb.GenerateRequest, remaining_s: float | None) -> AsyncGenerator[bytes, None]:
+        """For every door: the serialized messages of one answer. None: no deadline. Closing it cancels."""
         return self._answer(
-            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)), context
+            lambda: check_generate(message, self._card, self._limit(), self._max_prompt_bytes, secrets.token_hex(8)),
+            remaining_s,
+        )
+
+    def chat(self, message: pb.ChatRequest, remaining_s: float | None) -> AsyncGenerator[bytes, None]:
+        return self._answer(
+            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)), remaining_s
         )
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -89,8 +96,10 @@ class InferenceService:
         check_model(message.model if message.HasField("model") else None, self._card)
         return model_message(self._card, self._table.layout, self._context_limit().num_tokens)
 
-    async def _answer(self, check: Callable[[], UnresolvedRequest], context: Context) -> AsyncGenerator[bytes, None]:
-        clock, remaining_s = RequestClock(), context.time_remaining()
+    async def _answer(
+        self, check: Callable[[], UnresolvedRequest], remaining_s: float | None
+    ) -> AsyncGenerator[bytes, None]:
+        clock = RequestClock()
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
         with _outcome_counted():
             if self.is_draining:
