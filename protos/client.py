@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -46,12 +47,22 @@ class PdserveClient:
         sampling: Sampling | None = None,
         model: str | None = None,
         request_id: str | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
         deadline_s: float | None = None,
     ) -> Answer:
-        """Continues a text, or token ids."""
-        request = inference_pb2.GenerateRequest(
-            request_id=request_id, model=model, sampling=_sampling_message(sampling)
-        )
+        """Continues a text, or token ids. `priority`: 0 to 9, higher goes first while requests wait.
+
+        Requests of one `session_id` go where the last one's KV is, unless that is busy.
+        """
+        with _readable():
+            request = inference_pb2.GenerateRequest(
+                request_id=request_id,
+                model=model,
+                sampling=_sampling_message(sampling),
+                priority=priority,
+                session_id=session_id,
+            )
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -66,15 +77,20 @@ class PdserveClient:
         sampling: Sampling | None = None,
         model: str | None = None,
         request_id: str | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
         deadline_s: float | None = None,
     ) -> Answer:
-        """Answers a conversation."""
-        request = inference_pb2.ChatRequest(
-            request_id=request_id,
-            model=model,
-            messages=[message.to_message() for message in messages],
-            sampling=_sampling_message(sampling),
-        )
+        """Answers a conversation. `priority` and `session_id` as for `generate`."""
+        with _readable():
+            request = inference_pb2.ChatRequest(
+                request_id=request_id,
+                model=model,
+                messages=[message.to_message() for message in messages],
+                sampling=_sampling_message(sampling),
+                priority=priority,
+                session_id=session_id,
+            )
         return _answer(lambda: self._inference.Chat(request, timeout=deadline_s), self._nobody_there)
 
     async def tokenize(
@@ -116,10 +132,17 @@ class PdserveClient:
 
 
 def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams | None:
-    try:
+    with _readable("sampling: ", "sampling"):
         return None if sampling is None else sampling.to_message()
+
+
+@contextmanager
+def _readable(before: str = "", field: str = "") -> Iterator[None]:
+    """A value that its field cannot hold, as InvalidArgument."""
+    try:
+        yield
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgument(f"sampling: {error}", field="sampling") from error
+        raise InvalidArgument(f"{before}{error}", field=field) from error
 
 
 async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:

@@ -12,12 +12,14 @@ from itertools import islice
 from model.chat_template import ChatMessage
 from model.sampling_params import MAX_STOP_TOKEN_IDS, InvalidSampling, SamplingParams
 from protos import inference_pb2 as pb
-from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
+from protos.errors import DeadlineExceeded, InvalidArgument, NotFound, Unimplemented
 from router.card import ModelCard
 
 ROLES = ("system", "user", "assistant")
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_SESSION_ID_CHARACTERS = 128
 MAX_MESSAGES = 4096
+MAX_PRIORITY, DEFAULT_PRIORITY = 9, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +39,22 @@ class UnresolvedRequest:
     request_id: str
     prompt: Prompt
     sampling: pb.SamplingParams
+    priority: int = DEFAULT_PRIORITY
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is served: tokens, and sampling with every field set."""
+    """What is served: tokens, and sampling with every field set.
+
+    `priority`: higher goes first while requests wait. `session_id`: "" for a request of none.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    priority: int = DEFAULT_PRIORITY
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +77,12 @@ def check_generate(
             prompt = _ids_prompt(message.token_ids.ids, card, limit)
         case _:
             raise InvalidArgument("there is no prompt: set text or token_ids", field="prompt")
-    return UnresolvedRequest(_request_id(message, new_id), prompt, message.sampling)
+    return _unresolved(message, prompt, new_id)
 
 
 def check_chat(message: pb.ChatRequest, card: ModelCard, max_prompt_bytes: int, new_id: str) -> UnresolvedRequest:
     check_model(message.model if message.HasField("model") else None, card)
-    prompt = chat_prompt(message.messages, max_prompt_bytes)
-    return UnresolvedRequest(_request_id(message, new_id), prompt, message.sampling)
+    return _unresolved(message, chat_prompt(message.messages, max_prompt_bytes), new_id)
 
 
 def resolve(
@@ -95,7 +103,7 @@ def resolve(
             f"{limit.reason} holds {limit.num_tokens} tokens, and the prompt has {len(ids)}",
             field="sampling.max_tokens",
         )
-    return Request(unresolved.request_id, ids, sampling)
+    return Request(unresolved.request_id, ids, sampling, unresolved.priority, unresolved.session_id)
 
 
 def context_limit(card: ModelCard, of_workers: int | None) -> TokenLimit:
@@ -149,13 +157,43 @@ def _ids_prompt(ids: Sequence[int], card: ModelCard, limit: TokenLimit) -> Promp
     return Prompt("token_ids", token_ids=token_ids)
 
 
-def _request_id(message: pb.GenerateRequest | pb.ChatRequest, new_id: str) -> str:
-    if not message.HasField("request_id"):
-        return new_id
-    if not 1 <= len(message.request_id) <= MAX_REQUEST_ID_CHARACTERS or not message.request_id.isprintable():
-        limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable characters"
-        raise InvalidArgument(f"request_id is {message.request_id[:200]!r}; it must be {limit}", field="request_id")
-    return message.request_id
+def _unresolved(message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, new_id: str) -> UnresolvedRequest:
+    _refuse_unimplemented(message)
+    has = message.HasField
+    return UnresolvedRequest(
+        request_id=_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS) if has("request_id") else new_id,
+        prompt=prompt,
+        sampling=message.sampling,
+        priority=_priority(message.priority) if has("priority") else DEFAULT_PRIORITY,
+        session_id=_name("session_id", message.session_id, MAX_SESSION_ID_CHARACTERS) if has("session_id") else "",
+    )
+
+
+def _refuse_unimplemented(message: pb.GenerateRequest | pb.ChatRequest) -> None:
+    """Nothing that was asked for is left out in silence."""
+    sampling = message.sampling
+    asked = {
+        "n": message.HasField("n") and message.n != 1,
+        "echo": isinstance(message, pb.GenerateRequest) and message.echo,
+        "sampling.stop": bool(sampling.stop),
+        "sampling.logit_bias": bool(sampling.logit_bias),
+        "sampling.prompt_logprobs": sampling.HasField("prompt_logprobs"),
+    }
+    for field in (field for field, is_asked in asked.items() if is_asked):
+        raise Unimplemented(f"{field} is not served yet", field=field)
+
+
+def _name(field: str, name: str, max_characters: int) -> str:
+    if not 1 <= len(name) <= max_characters or not name.isprintable():
+        limit = f"1 to {max_characters} printable characters"
+        raise InvalidArgument(f"{field} is {name[:200]!r}; it must be {limit}", field=field)
+    return name
+
+
+def _priority(priority: int) -> int:
+    if not 0 <= priority <= MAX_PRIORITY:
+        raise InvalidArgument(f"priority is {priority}; it must be 0 to {MAX_PRIORITY}", field="priority")
+    return priority
 
 
 def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed: int) -> SamplingParams:

@@ -130,17 +130,18 @@ async def test_request_says_what_was_set_and_nothing_else() -> None:
     service = Scripted([SUMMARY])
     sampling = Sampling(temperature=0.0, seed=0, stop_token_ids=[3], max_tokens=4)
     async with talking_to(service) as client:
-        async for _ in client.generate([5, 6], sampling=sampling, request_id="r1"):
+        async for _ in client.generate([5, 6], sampling=sampling, request_id="r1", priority=0):
             pass
-        async for _ in client.chat([ChatMessage("user", "hi")], model="tiny"):
+        async for _ in client.chat([ChatMessage("user", "hi")], model="tiny", session_id="s1"):
             pass
     generate, chat = service.requests
     assert generate == pb.GenerateRequest(
         request_id="r1",
         token_ids=pb.TokenIds(ids=[5, 6]),
         sampling=pb.SamplingParams(temperature=0.0, seed=0, stop_token_ids=[3], max_tokens=4),
+        priority=0,
     )
-    assert chat == pb.ChatRequest(model="tiny", messages=[pb.ChatMessage(role="user", content="hi")])
+    assert chat == pb.ChatRequest(model="tiny", messages=[pb.ChatMessage(role="user", content="hi")], session_id="s1")
 
 
 async def test_empty_token_ids_are_not_no_prompt() -> None:

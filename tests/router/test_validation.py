@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from model.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
-from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
+from protos.errors import DeadlineExceeded, InvalidArgument, NotFound, Unimplemented
 from router.validation import (
     Prompt,
     Request,
@@ -61,6 +61,11 @@ def resolved(ids: tuple[int, ...] = IDS, limit: TokenLimit = LIMIT, **sampling: 
         ({"text": "x", "request_id": ""}, "request_id", "it must be 1 to 128 printable characters"),
         ({"text": "x", "request_id": "a\n"}, "request_id", r"request_id is 'a\\n'"),
         ({"text": "x", "request_id": "a" * 129}, "request_id", "1 to 128"),
+        ({"text": "x", "priority": -1}, "priority", "priority is -1; it must be 0 to 9"),
+        ({"text": "x", "priority": 10}, "priority", "priority is 10; it must be 0 to 9"),
+        ({"text": "x", "session_id": ""}, "session_id", "it must be 1 to 128 printable characters"),
+        ({"text": "x", "session_id": "é" * 129}, "session_id", "1 to 128"),
+        ({"text": "x", "session_id": "a\t"}, "session_id", r"session_id is 'a\\t'"),
     ],
 )
 def test_generate_is_refused(fields: dict[str, Any], field: str, problem: str) -> None:
@@ -191,6 +196,34 @@ def test_end_tokens_join_the_stop_tokens_unless_they_are_ignored() -> None:
     assert resolved(stop_token_ids=[7, EOS, 7]).sampling.stop_token_ids == (7, EOS)
     assert resolved(stop_token_ids=[7], ignore_eos=True).sampling.stop_token_ids == (7,)
     assert resolved(ignore_eos=False).sampling.stop_token_ids == (EOS,)
+
+
+def test_priority_and_session_are_carried_and_have_defaults() -> None:
+    def carried(message: UnresolvedRequest) -> tuple[int, str]:
+        request = resolve(message, IDS, CARD, LIMIT, drawn_seed=0)
+        return request.priority, request.session_id
+
+    user = pb.ChatMessage(role="user", content="hi")
+    spoken = pb.ChatRequest(messages=[user], priority=9, session_id="é" * 128)
+    assert carried(generate(text="x")) == (5, "")
+    assert carried(generate(text="x", priority=0, session_id="s-1")) == (0, "s-1")
+    assert carried(check_chat(spoken, CARD, 100, "minted")) == (9, "é" * 128)
+
+
+@pytest.mark.parametrize(
+    "fields, field",
+    [
+        ({"n": 2}, "n"),
+        ({"echo": True}, "echo"),
+        ({"sampling": {"stop": ["x"]}}, "sampling.stop"),
+        ({"sampling": {"logit_bias": {5: 1.0}}}, "sampling.logit_bias"),
+        ({"sampling": {"prompt_logprobs": 0}}, "sampling.prompt_logprobs"),
+    ],
+)
+def test_what_is_not_served_yet_is_said_to_be(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(Unimplemented, match=f"{field} is not served yet") as caught:
+        generate(text="x", **fields)
+    assert caught.value.field == field
 
 
 def test_deadline() -> None:
