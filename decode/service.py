@@ -24,10 +24,11 @@ from kvtransfer.sender import Sender
 from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, target_from_message, tokens_message
 from kvtransfer.ticket import PeerDescription, ReceivedSequence, SenderIdentity
 from kvtransfer.unpacking import Unpacking
+from model.answer_text import AnswerText
 from model.block_pool import BlockPool
 from model.runner import DraftingState, DraftingStates
 from model.sequence import Sequence
-from model.tokenizer import Detokenizer, Tokenizer
+from model.tokenizer import Tokenizer
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
@@ -220,17 +221,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         output_index = sequence.num_output_tokens
         self._decoding[sequence.sequence_id] = decoding
         try:
-            detokenizer = Detokenizer(self._tokenizer, sequence.token_ids, sequence.sampling.stop_token_ids)
+            text = AnswerText(self._tokenizer, sequence.token_ids, sequence.num_prompt_tokens, sequence.sampling)
+            sequence.text = text
             self.scheduler.add(decoding)
             self._wake()
             async for tokens, is_last in decoding.outbox.batches():
                 finish_reason = sequence.finish_reason if is_last else None
                 if not tokens and finish_reason is None:
                     break
-                text = "".join(detokenizer.push(token.token_id) for token in tokens)
-                if finish_reason is not None:
-                    text += detokenizer.flush()
-                message = tokens_message(output_index, tokens, text, finish_reason)
+                message = tokens_message(output_index, tokens, text.take(), finish_reason)
                 if finish_reason is not None:
                     message.decode_stats.CopyFrom(_stats(decoding))
                     metrics.observe(message.decode_stats)

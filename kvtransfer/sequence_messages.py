@@ -88,6 +88,7 @@ def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
             stop_token_ids=tuple(message.stop_token_ids),
             num_logprobs=message.logprobs if message.HasField("logprobs") else None,
             max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
+            stop=tuple(message.stop),
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_TEXTS = 16
+MAX_STOP_TEXT_BYTES = 256
 MAX_DRAFT_TOKENS = 64
 # Beyond these a text is noise, and much further on scores leave the range of float32.
 MAX_TEMPERATURE = 100.0
@@ -38,6 +40,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # with the model's own end tokens, unless ignore_eos was asked for
     max_draft_tokens: int | None = None  # guessed ahead per step, at most; 0: speculation is off; None: as is fastest
     num_logprobs: int | None = None  # alternatives beside the token's own; None: no logprobs at all
+    stop: tuple[str, ...] = ()  # texts that end the answer, and are no part of it
 
     def __post_init__(self) -> None:
         _check(self, "max_tokens", self.max_tokens >= 1, "at least 1")
@@ -59,6 +62,13 @@ class SamplingParams:
             raise InvalidSampling("max_draft_tokens", f"is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}")
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
             raise InvalidSampling("logprobs", f"is {self.num_logprobs}; it must be 0 to {MAX_LOGPROBS}")
+        if len(self.stop) > MAX_STOP_TEXTS:
+            raise InvalidSampling("stop", f"has {len(self.stop)} texts; at most {MAX_STOP_TEXTS}")
+        for num_bytes in (len(text.encode()) for text in self.stop):
+            if not 1 <= num_bytes <= MAX_STOP_TEXT_BYTES:
+                raise InvalidSampling(
+                    "stop", f"has a text of {num_bytes} bytes; each must have 1 to {MAX_STOP_TEXT_BYTES}"
+                )
 
     @property
     def is_greedy(self) -> bool:

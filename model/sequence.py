@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from model.block_pool import BlockHash, BlockPool, hash_blocks
 from model.runner import Chunk, DraftingState
 from model.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from model.answer_text import AnswerText
 
 
 class FinishReason(enum.Enum):
@@ -20,6 +24,7 @@ class Sequence:
     """Tokens are prompt, then output. KV is valid for the first `num_computed_tokens`; the last token's never is.
 
     `num_cached_tokens` of them came from the prefix cache. Blocks are held with one reference each, the sequence's own.
+    `text` is that of the output, from when on it is wanted; without it no stop text is seen.
     """
 
     sequence_id: str
@@ -31,6 +36,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    text: AnswerText | None = None
     drafting: DraftingState = field(default_factory=DraftingState)
     _hashes: list[BlockHash] = field(default_factory=list)
     _num_published: int = 0
@@ -56,10 +62,14 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Adds a sampled token and decides whether it ends the sequence."""
         self.token_ids.append(token_id)
-        if token_id in self.sampling.stop_token_ids and self.num_output_tokens >= self.sampling.min_tokens:
+        may_stop = self.num_output_tokens >= self.sampling.min_tokens
+        is_cut = self.text is not None and self.text.push(token_id, may_stop=may_stop)
+        if is_cut or (may_stop and token_id in self.sampling.stop_token_ids):
             self.finish_reason = FinishReason.STOP
         elif self.num_output_tokens >= self.sampling.max_tokens:
             self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None and self.text is not None:
+            self.text.end()
 
     def next_chunk(self, num_tokens: int, num_draft_tokens: int = 0) -> Chunk:
         """The next `num_tokens` uncomputed tokens, to be run; with the last of all the next token is wanted."""

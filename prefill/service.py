@@ -13,11 +13,12 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
 from kvtransfer.sequence_messages import sequence_from_message, target_from_message, tokens_message
 from kvtransfer.ticket import SendStats
+from model.answer_text import AnswerText
 from model.block_pool import BlockPool
 from model.kv_layout import KVLayout
 from model.runner import DraftingStates, SampledToken
 from model.sequence import Sequence
-from model.tokenizer import Detokenizer, Tokenizer
+from model.tokenizer import Tokenizer
 from prefill import metrics
 from prefill.scheduler import PrefillScheduler, PrefillSequence
 from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
@@ -67,9 +68,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self.scheduler.add(call.prefilling)
             self._wake()
             token = await call.first_token
-            call.prefilling.sequence.append(token.token_id)
+            text = self._appended(call.prefilling.sequence, token)
             call.first_token_at = time.monotonic()
-            yield prefill_pb2.PrefillResponse(first_token=self._first_token(call, token))
+            yield prefill_pb2.PrefillResponse(first_token=_first_token(call, token, text))
             yield prefill_pb2.PrefillResponse(handed_over=await self._hand_over(call, token))
         finally:
             await asyncio.shield(self._ending(call))
@@ -122,13 +123,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             call.finish(error)
         self._wake()
 
-    def _first_token(self, call: _Call, token: SampledToken) -> inference_pb2.GenerateResponse:
-        sequence = call.prefilling.sequence
-        detokenizer = Detokenizer(self._tokenizer, sequence.token_ids[:-1], sequence.sampling.stop_token_ids)
-        text = detokenizer.push(token.token_id)
-        if sequence.finish_reason is not None:
-            text += detokenizer.flush()
-        return tokens_message(sequence.num_output_tokens - 1, [token], text, sequence.finish_reason)
+    def _appended(self, sequence: Sequence, token: SampledToken) -> str:
+        """The text that may go out with it."""
+        text = AnswerText(self._tokenizer, sequence.token_ids, sequence.num_prompt_tokens, sequence.sampling)
+        sequence.text = text
+        sequence.append(token.token_id)
+        return text.take()
 
     async def _hand_over(self, call: _Call, token: SampledToken) -> prefill_pb2.PrefillStats:
         sequence = call.prefilling.sequence
@@ -158,6 +158,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if call.outgoing is not None:
             outgoing, call.outgoing = call.outgoing, None
             await outgoing.abort("the request ended before it was handed over")
+
+
+def _first_token(call: _Call, token: SampledToken, text: str) -> inference_pb2.GenerateResponse:
+    sequence = call.prefilling.sequence
+    return tokens_message(sequence.num_output_tokens - 1, [token], text, sequence.finish_reason)
 
 
 class _Call:

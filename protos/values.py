@@ -38,9 +38,12 @@ class Sampling:
     ignore_eos: bool | None = None
     logprobs: int | None = None
     max_draft_tokens: int | None = None
+    stop: Sequence[str] = ()  # texts
 
     def to_message(self) -> pb.SamplingParams:
-        """Raises ValueError for a number that the field cannot hold."""
+        """Raises ValueError or TypeError for what a field cannot hold."""
+        if isinstance(self.stop, str):  # whose characters would be taken for texts
+            raise TypeError("stop is a text; it must be a sequence of texts")
         return pb.SamplingParams(**{name: getattr(self, name) for name in self.__slots__})
 
 

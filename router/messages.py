@@ -182,4 +182,5 @@ def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         ignore_eos=True,  # the model's end tokens are among stop_token_ids, if they are to stop
         logprobs=sampling.num_logprobs,
         max_draft_tokens=sampling.max_draft_tokens,
+        stop=sampling.stop,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from model.chat_template import ChatMessage
-from model.sampling_params import MAX_STOP_TOKEN_IDS, InvalidSampling, SamplingParams
+from model.sampling_params import MAX_STOP_TEXTS, MAX_STOP_TOKEN_IDS, InvalidSampling, SamplingParams
 from protos import inference_pb2 as pb
 from protos.errors import DeadlineExceeded, InvalidArgument, NotFound, Unimplemented
 from router.card import ModelCard
@@ -175,7 +175,6 @@ def _refuse_unimplemented(message: pb.GenerateRequest | pb.ChatRequest) -> None:
     asked = {
         "n": message.HasField("n") and message.n != 1,
         "echo": isinstance(message, pb.GenerateRequest) and message.echo,
-        "sampling.stop": bool(sampling.stop),
         "sampling.logit_bias": bool(sampling.logit_bias),
         "sampling.prompt_logprobs": sampling.HasField("prompt_logprobs"),
     }
@@ -216,6 +215,7 @@ def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed
             stop_token_ids=tuple(dict.fromkeys((*message.stop_token_ids, *eos))),
             num_logprobs=message.logprobs if has("logprobs") else None,
             max_draft_tokens=message.max_draft_tokens if has("max_draft_tokens") else None,
+            stop=tuple(message.stop[: MAX_STOP_TEXTS + 1]),
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None

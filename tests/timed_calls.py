@@ -42,9 +42,11 @@ def answer_to(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return expected_tokens(prompt, num_tokens, LAYOUT, vocab_size=VOCAB_SIZE)
 
 
-def sampling(max_tokens: int, stop_token_ids: Sequence[int] = ()) -> inference_pb2.SamplingParams:
+def sampling(
+    max_tokens: int, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
+) -> inference_pb2.SamplingParams:
     return inference_pb2.SamplingParams(
-        temperature=0, top_p=1, repetition_penalty=1, max_tokens=max_tokens, stop_token_ids=stop_token_ids
+        temperature=0, top_p=1, repetition_penalty=1, max_tokens=max_tokens, stop_token_ids=stop_token_ids, stop=stop
     )
 
 
@@ -55,25 +57,31 @@ def prefill_request(
     *,
     max_tokens: int = 4,
     stop_token_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
 ) -> prefill_pb2.PrefillRequest:
     return prefill_pb2.PrefillRequest(
         request_id=f"r-{attempt_id}",
         attempt_id=attempt_id,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        sampling=sampling(max_tokens, stop_token_ids),
+        sampling=sampling(max_tokens, stop_token_ids, stop),
         decode=decode,
     )
 
 
 def decode_request(
-    attempt_id: str, prompt: Sequence[int], *, max_tokens: int = 4, prefill_here: bool = False
+    attempt_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 4,
+    prefill_here: bool = False,
+    stop: Sequence[str] = (),
 ) -> decode_pb2.DecodeRequest:
     return decode_pb2.DecodeRequest(
         request_id=f"r-{attempt_id}",
         attempt_id=attempt_id,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        sampling=sampling(max_tokens),
+        sampling=sampling(max_tokens, stop=stop),
         prefill_here=prefill_here,
     )

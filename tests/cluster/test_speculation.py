@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -19,6 +20,7 @@ import pytest_asyncio
 from deploy.local import ClusterConfig, LocalCluster
 from kvtransfer.errors import LayoutMismatch
 from model.checkpoint import model_digest
+from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
@@ -26,6 +28,7 @@ from protos.values import Sampling
 from tests.cluster.asking import Answered, ask, assert_at_rest
 from tests.cluster.draft_heads import write_head
 from tests.cluster.tiny_model import EOS, MAX_CONTEXT, VOCAB_SIZE, TinyModel
+from tests.model.test_answer_text import brute_force
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -126,6 +129,32 @@ def drafted(answers: Sequence[Answered]) -> int:
 
 def accepted(answers: Sequence[Answered]) -> int:
     return sum(answered.usage.accepted_tokens for answered in answers)
+
+
+@pytest.mark.parametrize("is_colocated", [False, True], ids=["handed over", "colocated"])
+async def test_stop_texts_cut_the_answer_where_a_plain_one_has_them(drafting: Drafting, is_colocated: bool) -> None:
+    """Pieces of what is said without, across the borders of tokens, of drafts and of the hand-over."""
+    if is_colocated:
+        await drafting.colocate()
+    tokenizer = Tokenizer.load(Path(drafting.cluster.config.model))
+    plain = [(prompt, replace(off(GREEDY), max_tokens=40)) for prompt in repetitive(12)]
+    requests, expected = [], []
+    rng = random.Random(int(is_colocated))
+    for (prompt, sampling), whole in zip(plain, await drafting.ask_all(plain), strict=True):
+        detokenizer = Detokenizer(tokenizer, prompt)
+        pieces = [*map(detokenizer.push, whole.token_ids), detokenizer.flush()]
+        assert "".join(pieces) == whole.text
+        begin = rng.randrange(len(whole.text) - 8)
+        stop = [whole.text[begin : begin + rng.choice((1, 2, 3, 6))], "nowhere in it"]
+        requests.append((prompt, replace(sampling, max_draft_tokens=None, stop=stop)))
+        expected.append((*brute_force(pieces, stop), whole.token_ids))
+    answers = await drafting.ask_all(requests)
+    for (text, num_tokens, token_ids), answered in zip(expected, answers, strict=True):
+        assert (answered.text, answered.finish_reason) == (text, "stop")
+        assert answered.token_ids == token_ids[:num_tokens]
+        assert answered.usage.output_tokens == num_tokens
+        assert answered.usage.accepted_tokens <= min(answered.usage.drafted_tokens, len(answered.token_ids))
+    assert drafted(answers) > 0
 
 
 @pytest.mark.parametrize("is_colocated", [False, True], ids=["handed over", "colocated"])

@@ -212,8 +212,8 @@ async def test_router_that_is_lost_during_an_answer(output: list[Any], begins: s
         assert str(caught.value).startswith(begins) and caught.value.retryable
 
 
-@pytest.mark.parametrize("sampling", [Sampling(seed=-1), Sampling(top_k=2**70)])
-async def test_number_that_no_field_holds_is_told_before_sending(sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(seed=-1), Sampling(top_k=2**70), Sampling(stop="ab")])
+async def test_value_that_no_field_holds_is_told_before_sending(sampling: Sampling) -> None:
     async with PdserveClient("127.0.0.1:1") as client:
         with pytest.raises(InvalidArgument) as caught:
             client.generate("x", sampling=sampling)

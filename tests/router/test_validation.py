@@ -136,6 +136,10 @@ def test_other_model_is_not_found_and_the_one_served_is_named() -> None:
         ({"min_tokens": -1}, "min_tokens", "is -1"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", "token ids 0 to 999"),
         ({"stop_token_ids": list(range(3, 70))}, "stop_token_ids", "at most 64"),
+        ({"stop": ["x"] * 17}, "stop", "has 17 texts; at most 16"),
+        ({"stop": ["x"] * 999}, "stop", "at most 16"),
+        ({"stop": ["x", ""]}, "stop", "has a text of 0 bytes; each must have 1 to 256"),
+        ({"stop": ["é" * 129]}, "stop", "has a text of 258 bytes; each must have 1 to 256"),
         ({"logprobs": 21}, "logprobs", "0 to 20"),
         ({"logprobs": -1}, "logprobs", "0 to 20"),
     ],
@@ -215,7 +219,6 @@ def test_priority_and_session_are_carried_and_have_defaults() -> None:
     [
         ({"n": 2}, "n"),
         ({"echo": True}, "echo"),
-        ({"sampling": {"stop": ["x"]}}, "sampling.stop"),
         ({"sampling": {"logit_bias": {5: 1.0}}}, "sampling.logit_bias"),
         ({"sampling": {"prompt_logprobs": 0}}, "sampling.prompt_logprobs"),
     ],
