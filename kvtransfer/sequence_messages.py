@@ -40,6 +40,8 @@ def sequence_from_message(
             field="num_prompt_tokens",
         )
     sampling = sampling_from_message(message.sampling)
+    if sampling.logit_bias:
+        check_token_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
     if num_tokens - num_prompt_tokens >= sampling.max_tokens:
         raise InvalidArgument(
             f"token_ids has {num_tokens - num_prompt_tokens} tokens of output already; sampling.max_tokens is "
@@ -89,6 +91,7 @@ def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
             num_logprobs=message.logprobs if message.HasField("logprobs") else None,
             max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
             stop=tuple(message.stop),
+            logit_bias=tuple(message.logit_bias.items()),
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None

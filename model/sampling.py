@@ -1,7 +1,7 @@
 """Logits to tokens, for a whole batch at once. Which token a row gets depends on its own logits and parameters only.
 
-Order: penalties, min_tokens, temperature, top-k, top-p, min-p, then the largest of score + Gumbel noise, where the
-noise is keyed by (seed, position, token id). A filter keeps every token that ties with the last one it has to keep. It
+Order: biases, penalties, min_tokens, temperature, top-k, top-p, min-p, then the largest of score + Gumbel noise, which
+is keyed by (seed, position, token id). A filter keeps every token that ties with the last one it has to keep. It
 knows nothing of models or caches. Letters: R rows, F rows with filters, V vocabulary, K tokens that passed.
 """
 
@@ -50,7 +50,9 @@ class Row:
 
     @property
     def is_plain_greedy(self) -> bool:
-        return self.sampling.is_greedy and not self.sampling.has_penalties and not self.must_go_on
+        sampling = self.sampling
+        is_adjusted = sampling.logit_bias or sampling.has_penalties or self.must_go_on
+        return sampling.is_greedy and not is_adjusted
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[SampledToken | NonFiniteLogits]:
@@ -116,13 +118,30 @@ def choose(scores: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _adjust(scores: Tensor, rows: Sequence[Row]) -> None:
-    """Penalties and min_tokens, in place."""
+    """Biases, penalties and min_tokens, in place."""
+    biased = [index for index, row in enumerate(rows) if row.sampling.logit_bias]
+    if biased:
+        _bias(scores, biased, [rows[index].sampling for index in biased])
     penalised = [index for index, row in enumerate(rows) if row.sampling.has_penalties]
     if penalised:
         _penalise(scores, penalised, [rows[index] for index in penalised])
     for index, row in enumerate(rows):
         if row.must_go_on:
             scores[index, [token for token in row.sampling.stop_token_ids if token < scores.shape[1]]] = -math.inf
+
+
+def _bias(scores: Tensor, indexes: Sequence[int], params: Sequence[SamplingParams]) -> None:
+    """Of all rows at once. What a model has no logit for is left out."""
+    triples = [
+        (index, token_id, bias)
+        for index, of_row in zip(indexes, params, strict=True)
+        for token_id, bias in of_row.logit_bias
+        if token_id < scores.shape[1]
+    ]
+    if triples:
+        rows, token_ids, biases = zip(*triples, strict=True)
+        places = torch.tensor([rows, token_ids], device=scores.device)
+        scores[places[0], places[1]] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
 
 
 def _penalise(scores: Tensor, indexes: Sequence[int], rows: Sequence[Row]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES, MAX_LOGIT_BIAS = 1024, 100.0
 MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_DRAFT_TOKENS = 64
@@ -25,7 +26,7 @@ class InvalidSampling(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Lengths count output tokens. Order: penalties, temperature, top-k, top-p, min-p, draw."""
+    """Lengths count output tokens. Order: biases, penalties, temperature, top-k, top-p, min-p, draw."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -41,6 +42,7 @@ class SamplingParams:
     max_draft_tokens: int | None = None  # guessed ahead per step, at most; 0: speculation is off; None: as is fastest
     num_logprobs: int | None = None  # alternatives beside the token's own; None: no logprobs at all
     stop: tuple[str, ...] = ()  # texts that end the answer, and are no part of it
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
 
     def __post_init__(self) -> None:
         _check(self, "max_tokens", self.max_tokens >= 1, "at least 1")
@@ -62,6 +64,7 @@ class SamplingParams:
             raise InvalidSampling("max_draft_tokens", f"is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}")
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
             raise InvalidSampling("logprobs", f"is {self.num_logprobs}; it must be 0 to {MAX_LOGPROBS}")
+        self._check_logit_bias()
         if len(self.stop) > MAX_STOP_TEXTS:
             raise InvalidSampling("stop", f"has {len(self.stop)} texts; at most {MAX_STOP_TEXTS}")
         for num_bytes in (len(text.encode()) for text in self.stop):
@@ -69,6 +72,16 @@ class SamplingParams:
                 raise InvalidSampling(
                     "stop", f"has a text of {num_bytes} bytes; each must have 1 to {MAX_STOP_TEXT_BYTES}"
                 )
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidSampling("logit_bias", f"has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES}")
+        for token_id, bias in self.logit_bias:
+            if token_id < 0:
+                raise InvalidSampling("logit_bias", f"has token id {token_id}; each must be 0 or more")
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                limits = f"{-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+                raise InvalidSampling("logit_bias", f"is {bias} for token id {token_id}; it must be {limits}")
 
     @property
     def is_greedy(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
@@ -39,6 +39,7 @@ class Sampling:
     logprobs: int | None = None
     max_draft_tokens: int | None = None
     stop: Sequence[str] = ()  # texts
+    logit_bias: Mapping[int, float] | None = None
 
     def to_message(self) -> pb.SamplingParams:
         """Raises ValueError or TypeError for what a field cannot hold."""

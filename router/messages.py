@@ -183,4 +183,5 @@ def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         logprobs=sampling.num_logprobs,
         max_draft_tokens=sampling.max_draft_tokens,
         stop=sampling.stop,
+        logit_bias=dict(sampling.logit_bias),
     )

@@ -175,7 +175,6 @@ def _refuse_unimplemented(message: pb.GenerateRequest | pb.ChatRequest) -> None:
     asked = {
         "n": message.HasField("n") and message.n != 1,
         "echo": isinstance(message, pb.GenerateRequest) and message.echo,
-        "sampling.logit_bias": bool(sampling.logit_bias),
         "sampling.prompt_logprobs": sampling.HasField("prompt_logprobs"),
     }
     for field in (field for field, is_asked in asked.items() if is_asked):
@@ -198,6 +197,7 @@ def _priority(priority: int) -> int:
 def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed: int) -> SamplingParams:
     """Defaults are here and nowhere else."""
     _check_in_vocabulary("sampling.stop_token_ids", message.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1], card)
+    _check_biased(message.logit_bias, card)
     eos = () if message.ignore_eos else card.eos_token_ids
     has = message.HasField
     try:
@@ -216,6 +216,7 @@ def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed
             num_logprobs=message.logprobs if has("logprobs") else None,
             max_draft_tokens=message.max_draft_tokens if has("max_draft_tokens") else None,
             stop=tuple(message.stop[: MAX_STOP_TEXTS + 1]),
+            logit_bias=tuple(sorted(message.logit_bias.items())),
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None
@@ -227,6 +228,14 @@ def _check_in_vocabulary(field: str, token_ids: Iterable[int], card: ModelCard) 
             raise InvalidArgument(
                 f"{field}[{index}] is {token_id}; {card.name!r} has token ids 0 to {card.vocab_size - 1}", field=field
             )
+
+
+def _check_biased(token_ids: Iterable[int], card: ModelCard) -> None:
+    field = "sampling.logit_bias"
+    for token_id in token_ids:
+        if not 0 <= token_id < card.vocab_size:
+            has = f"{card.name!r} has token ids 0 to {card.vocab_size - 1}"
+            raise InvalidArgument(f"{field} has token id {token_id}; {has}", field=field)
 
 
 def _check_length(field: str, num_tokens: int, limit: TokenLimit) -> None:

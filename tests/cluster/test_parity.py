@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+import torch
 
 from deploy.local import ClusterConfig, LocalCluster
 from protos.client import PdserveClient
@@ -126,6 +127,22 @@ async def test_min_tokens_holds_the_stop_back(cluster: LocalCluster, tiny_moe: T
     assert len(answered.token_ids) >= 6
     assert answered.token_ids[: plain.index(stop)] == plain[: plain.index(stop)]
     assert stop not in answered.token_ids[:5]
+
+
+async def test_bias_moves_the_choice_and_not_the_logprobs(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
+    prompt = [31, 32, 33]
+    rng = random.Random(4)
+    bias = {token_id: rng.uniform(-6, 6) for token_id in range(0, VOCAB_SIZE, 2)}
+    async with PdserveClient(cluster.router_address) as client:
+        sampling = Sampling(temperature=0, max_tokens=12, logprobs=0, logit_bias=bias, ignore_eos=True)
+        answered = await ask(client, prompt, sampling)
+    own = tiny_moe.logprobs(prompt, answered.token_ids)
+    added = torch.zeros(VOCAB_SIZE)
+    added[list(bias)] = torch.tensor(list(bias.values()))
+    assert answered.token_ids == (own + added).argmax(-1).tolist()
+    assert answered.token_ids != own.argmax(-1).tolist()
+    for each, reference in zip(answered.logprobs, own, strict=True):
+        assert each.logprob == pytest.approx(float(reference[each.token_id]), abs=1e-3)
 
 
 async def test_text_is_the_decoded_tokens(cluster: LocalCluster, tiny_moe: TinyModel) -> None:

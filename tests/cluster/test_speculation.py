@@ -220,9 +220,10 @@ async def test_same_text_with_drafting_on_and_off_and_across_drafters(
         replace(plain, temperature=0.8, top_p=0.9, seed=5),
         replace(plain, temperature=1.3, top_k=12, min_p=0.02, seed=6, presence_penalty=0.5),
         replace(GREEDY, max_tokens=30),
+        replace(GREEDY, max_tokens=30, logit_bias={40 + token_id: (-1) ** token_id * 4.0 for token_id in range(80)}),
         replace(plain, temperature=0.7, seed=7, repetition_penalty=0.3, frequency_penalty=-1),
     ]
-    requests = [(prompt, kinds[index % len(kinds)]) for index, prompt in enumerate(repetitive(15))]
+    requests = [(prompt, kinds[index % len(kinds)]) for index, prompt in enumerate(repetitive(18))]
     undrafted = [(prompt, off(sampling)) for prompt, sampling in requests]
     answers = await drafting.ask_all([*requests, *undrafted], at_once=12)
     on, without = answers[: len(requests)], answers[len(requests) :]

@@ -29,6 +29,7 @@ FILTERS = {
     "repetition": replace(SAMPLED, repetition_penalty=1.7),
     "presence": replace(SAMPLED, presence_penalty=1.5),
     "frequency": replace(SAMPLED, frequency_penalty=-0.8),
+    "bias": replace(SAMPLED, logit_bias=((1, 3.5), (7, -100.0), (VOCAB - 1, 2.0), (VOCAB + 5, 9.0))),
     "min_tokens": replace(SAMPLED, min_tokens=50, stop_token_ids=(2, 3, 4)),
     "all": SamplingParams(
         max_tokens=100,
@@ -41,6 +42,7 @@ FILTERS = {
         presence_penalty=0.4,
         frequency_penalty=0.3,
         stop_token_ids=(2, 3, 4),
+        logit_bias=((3, 1.5), (9, -2.0), (11, 4.0)),
     ),
 }
 
@@ -51,7 +53,8 @@ def row(sampling: SamplingParams, history: list[int] | None = None, num_prompt_t
 
 def mixed_rows(num_rows: int) -> list[Row]:
     """Of every kind, each with a seed of its own."""
-    kinds = [*FILTERS.values(), GREEDY, replace(GREEDY, repetition_penalty=2.0), replace(SAMPLED, num_logprobs=3)]
+    kinds = [*FILTERS.values(), GREEDY, replace(GREEDY, repetition_penalty=2.0)]
+    kinds += [replace(GREEDY, logit_bias=((5, 2.0), (8, -3.0))), replace(SAMPLED, num_logprobs=3)]
     return [
         row(replace(kinds[index % len(kinds)], seed=index), [index, 3, 5, 8], num_prompt_tokens=2)
         for index in range(num_rows)

@@ -13,6 +13,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -46,6 +47,9 @@ def processed(logits: Tensor, chunk: Row) -> Tensor:
     """What transformers and OpenAI's formula make of one row of logits, [V]."""
     params = chunk.sampling
     ids, scores = torch.LongTensor([chunk.history]), logits.clone().unsqueeze(0)
+    if params.logit_bias:
+        bias = {(token,): value for token, value in params.logit_bias if token < len(logits)}
+        scores = SequenceBiasLogitsProcessor(bias)(ids, scores)
     if params.repetition_penalty != 1.0:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
     for token, count in Counter(chunk.history[chunk.num_prompt_tokens :]).items():
@@ -135,6 +139,16 @@ def test_greedy_is_the_argmax_after_penalties() -> None:
     expected = [int(processed(logits[index], chunk).argmax()) for index, chunk in enumerate(penalised)]
     assert tokens(logits, penalised) == expected
     assert expected != logits.argmax(dim=-1).tolist()
+
+
+def test_bias_comes_before_penalties_and_counts_in_greedy_rows_too() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    pushed = replace(GREEDY, logit_bias=((0, 4.0), (3, -1.5)))
+    assert not row(pushed).is_plain_greedy
+    assert tokens(logits, [row(pushed)]) == [0]
+    penalised = replace(pushed, repetition_penalty=2.0)  # of (1 + 4) / 2 and 3
+    assert tokens(logits, [row(penalised, [0])]) == [2]
+    torch.testing.assert_close(processed_scores(logits, [row(penalised, [0])]), torch.tensor([[2.5, 2.0, 3.0, 2.5]]))
 
 
 def test_penalties_count_prompt_and_output_apart() -> None:

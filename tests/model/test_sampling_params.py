@@ -20,6 +20,15 @@ LIMITS = [
     ("seed", [0, 2**64 - 1], [-1, 2**64]),
     ("stop_token_ids", [(), (0,), tuple(range(64))], [tuple(range(65)), (-1,), (5, -1)]),
     ("stop", [(), ("a",) * 16, ("é" * 128,)], [("a",) * 17, ("",), ("a", "é" * 129)]),
+    (
+        "logit_bias",
+        [(), ((0, -100.0), (5, 100.0)), tuple((token_id, 0.0) for token_id in range(1024))],
+        [
+            tuple((token_id, 0.0) for token_id in range(1025)),
+            ((-1, 0.0),),
+            *(((5, 1.0), (6, bias)) for bias in (100.1, -100.1, math.inf, math.nan)),
+        ],
+    ),
     ("num_logprobs", [None, 0, 20], [-1, 21]),
 ]
 

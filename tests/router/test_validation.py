@@ -140,6 +140,10 @@ def test_other_model_is_not_found_and_the_one_served_is_named() -> None:
         ({"stop": ["x"] * 999}, "stop", "at most 16"),
         ({"stop": ["x", ""]}, "stop", "has a text of 0 bytes; each must have 1 to 256"),
         ({"stop": ["é" * 129]}, "stop", "has a text of 258 bytes; each must have 1 to 256"),
+        ({"logit_bias": {VOCAB_SIZE: 1}}, "logit_bias", "has token id 1000; 'tiny' has token ids 0 to 999"),
+        ({"logit_bias": {-1: 1}}, "logit_bias", "has token id -1; 'tiny' has token ids 0 to 999"),
+        ({"logit_bias": {7: 1, 8: math.nan}}, "logit_bias", "is nan for token id 8; it must be -100 to 100"),
+        ({"logit_bias": {7: -100.5}}, "logit_bias", "is -100.5 for token id 7; it must be -100 to 100"),
         ({"logprobs": 21}, "logprobs", "0 to 20"),
         ({"logprobs": -1}, "logprobs", "0 to 20"),
     ],
@@ -219,7 +223,6 @@ def test_priority_and_session_are_carried_and_have_defaults() -> None:
     [
         ({"n": 2}, "n"),
         ({"echo": True}, "echo"),
-        ({"sampling": {"logit_bias": {5: 1.0}}}, "sampling.logit_bias"),
         ({"sampling": {"prompt_logprobs": 0}}, "sampling.prompt_logprobs"),
     ],
 )
