@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -47,11 +48,12 @@ class PdserveClient:
         sampling: Sampling | None = None,
         model: str | None = None,
         request_id: str | None = None,
+        n: int | None = None,
         priority: int | None = None,
         session_id: str | None = None,
         deadline_s: float | None = None,
     ) -> Answer:
-        """Continues a text, or token ids. `priority`: 0 to 9, higher goes first while requests wait.
+        """Continues a text, or token ids, `n` times. `priority`: 0 to 9, higher goes first while requests wait.
 
         Requests of one `session_id` go where the last one's KV is, unless that is busy.
         """
@@ -60,6 +62,7 @@ class PdserveClient:
                 request_id=request_id,
                 model=model,
                 sampling=_sampling_message(sampling),
+                n=n,
                 priority=priority,
                 session_id=session_id,
             )
@@ -77,17 +80,19 @@ class PdserveClient:
         sampling: Sampling | None = None,
         model: str | None = None,
         request_id: str | None = None,
+        n: int | None = None,
         priority: int | None = None,
         session_id: str | None = None,
         deadline_s: float | None = None,
     ) -> Answer:
-        """Answers a conversation. `priority` and `session_id` as for `generate`."""
+        """Answers a conversation. `n`, `priority` and `session_id` as for `generate`."""
         with _readable():
             request = inference_pb2.ChatRequest(
                 request_id=request_id,
                 model=model,
                 messages=[message.to_message() for message in messages],
                 sampling=_sampling_message(sampling),
+                n=n,
                 priority=priority,
                 session_id=session_id,
             )
@@ -146,12 +151,13 @@ def _readable(before: str = "", field: str = "") -> Iterator[None]:
 
 
 async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:
-    """Checks that no token is missing or repeated, and that the answer has an end.
+    """Checks that no token of any answer is missing or repeated, and that there is an end.
 
     Raises:
         Internal: it is not so. Unavailable: nobody is there, or is no longer; says after how many tokens.
     """
-    call, num_tokens, is_complete = start(), 0, False
+    call, is_complete = start(), False
+    num_tokens: Counter[int] = Counter()  # by choice
     try:
         with service_errors(nobody_there):
             async for message in call:
@@ -159,15 +165,19 @@ async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:
                     yield Summary.from_message(message)
                     is_complete = True
                     continue
-                if message.output_index != num_tokens:
-                    gap = f"the answer has {num_tokens} tokens and goes on at output_index {message.output_index}"
+                num_known = num_tokens[message.choice]
+                if message.output_index != num_known:
+                    gap = f"the answer has {num_known} tokens and goes on at output_index {message.output_index}"
                     raise Internal(gap)
-                num_tokens += len(message.token_ids)
+                num_tokens[message.choice] += len(message.token_ids)
                 yield Chunk.from_message(message)
     except Unavailable as error:
-        if not num_tokens or type(error) is not Unavailable:  # a subclass is the router's own word, no lost connection
+        if (
+            not num_tokens.total() or type(error) is not Unavailable
+        ):  # a subclass is the router's own word, no lost connection
             raise
-        told = f"the answer broke off after {num_tokens} token{'s' * (num_tokens != 1)}: {error}"
+        number = num_tokens.total()
+        told = f"the answer broke off after {number} token{'s' * (number != 1)}: {error}"
         raise Unavailable(told, retry_after_s=error.retry_after_s) from error
     else:
         if not is_complete:

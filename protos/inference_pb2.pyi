@@ -43,8 +43,8 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """Every field has presence: zero is a value, not "unset". Signed and double, so that a wrong value is seen and named.
-    Resolved, as the router sends it to workers: all are set but logprobs and max_draft_tokens, the seed is drawn, and ignore_eos is true,
-    since the model's own end tokens are among stop_token_ids if they are to stop.
+    Resolved, as the router sends it to workers: all are set but logprobs, prompt_logprobs and max_draft_tokens, the seed is
+    drawn, and ignore_eos is true, since the model's own end tokens are among stop_token_ids if they are to stop.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -624,6 +624,8 @@ Global___DecodeStats: _TypeAlias = DecodeStats  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Of n answers the numbers are sums, but the prompt, which all have in common, counts once."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -704,6 +706,8 @@ Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
 class Timeline(_message.Message):
+    """Of n answers stages and ttft_s are the first one's, tpot_s is the mean over all their tokens, and total_s that of the last."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGES_FIELD_NUMBER: _builtins.int

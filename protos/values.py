@@ -66,13 +66,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some consecutive tokens of the answer. `finish_reason`, stop or length, comes with the last ones."""
+    """Some consecutive tokens of an answer. `finish_reason`, stop or length, comes with the last ones.
+
+    `choice`: which of the answers, if several were asked for.
+    """
 
     output_index: int
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: str | None
+    choice: int = 0
 
     @staticmethod
     def from_message(message: pb.GenerateResponse) -> Chunk:
@@ -83,12 +87,15 @@ class Chunk:
             for item in message.logprobs
         )
         reason = FINISH_REASONS[message.finish_reason]
-        return Chunk(message.output_index, tuple(message.token_ids), message.text, logprobs, reason)
+        return Chunk(message.output_index, tuple(message.token_ids), message.text, logprobs, reason, message.choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens by where their KV came from: `prefill_*` on the prefill worker, `decode_*` on the decode worker."""
+    """Tokens by where their KV came from: `prefill_*` on the prefill worker, `decode_*` on the decode worker.
+
+    Of several answers together; but of their one prompt `prompt_tokens` counts once.
+    """
 
     prompt_tokens: int
     output_tokens: int

@@ -37,11 +37,15 @@ _MOVE_S = 1.0  # between a worker's end of a stream and its word that the sequen
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far one request has come, over all its attempts."""
+    """How far one request has come, over all its attempts. `prefers`: where to try first. `is_choice`: one of several
+    answers, whose summary is told together with the others'."""
 
     request: Request
     clock: RequestClock
     deadline_at: float | None
+    prefers: Placement | None = None
+    is_choice: bool = False
+    placement: Placement | None = None  # of the last attempt
     emitted: list[int] = field(default_factory=list)  # as of the last failure
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
     last: pb.GenerateResponse | None = None  # the message that ended the answer
@@ -102,14 +106,17 @@ class Relay:
         self._policy = policy
         self._rng = rng or random.Random()
 
-    async def messages(
-        self, request: Request, clock: RequestClock, deadline_at: float | None
-    ) -> AsyncGenerator[bytes, None]:
+    def messages(self, request: Request, clock: RequestClock, deadline_at: float | None) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
-        progress, attempt = Progress(request, clock, deadline_at), None
+        return self.answer(Progress(request, clock, deadline_at))
+
+    async def answer(self, progress: Progress) -> AsyncGenerator[bytes, None]:
+        """The same of a request that has not begun."""
+        attempt = None
         try:
             while progress.last is None:
                 attempt = await self._next_attempt(progress, attempt)
+                progress.placement = attempt.placement
                 try:
                     async with aclosing(self._run(attempt, progress)) as messages:
                         async for raw in messages:
@@ -123,13 +130,14 @@ class Relay:
                 progress.move.dispatch.end()
         assert attempt is not None
         summary = _summary(progress, progress.last, attempt)
-        metrics.observe(summary)
+        if not progress.is_choice:
+            metrics.observe(summary)
         yield summary.SerializeToString()
 
     async def _next_attempt(self, progress: Progress, before: Attempt | None) -> Attempt:
         if progress.move is not None and before is not None:
             return self._moved_attempt(progress, progress.move, before)
-        placement = await self._place(progress)
+        placement, progress.prefers = progress.prefers or await self._place(progress), None
         progress.clock.placed()
         return Attempt(
             request=progress.request,

@@ -17,11 +17,13 @@ from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from router import metrics
 from router.card import ModelCard
+from router.choices import Choices
 from router.messages import model_message
 from router.relay import Relay
 from router.timeline import RequestClock
 from router.validation import (
     Prompt,
+    Request,
     TokenLimit,
     UnresolvedRequest,
     chat_prompt,
@@ -110,9 +112,16 @@ class InferenceService:
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
-                async with aclosing(self._relay.messages(request, clock, deadline_at)) as messages:
+                async with aclosing(self._messages(request, clock, deadline_at)) as messages:
                     async for raw in messages:
                         yield raw
+
+    def _messages(
+        self, request: Request, clock: RequestClock, deadline_at: float | None
+    ) -> AsyncGenerator[bytes, None]:
+        if request.num_choices > 1:
+            return Choices(self._relay, request, clock, deadline_at).messages()
+        return self._relay.messages(request, clock, deadline_at)
 
     async def _tokenized(self, prompt: Prompt) -> list[int]:
         """In a thread: a long prompt must not hold up the streams."""

@@ -20,6 +20,7 @@ MAX_REQUEST_ID_CHARACTERS = 128
 MAX_SESSION_ID_CHARACTERS = 128
 MAX_MESSAGES = 4096
 MAX_PRIORITY, DEFAULT_PRIORITY = 9, 5
+MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class UnresolvedRequest:
     sampling: pb.SamplingParams
     priority: int = DEFAULT_PRIORITY
     session_id: str = ""
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Request:
     sampling: SamplingParams
     priority: int = DEFAULT_PRIORITY
     session_id: str = ""
+    num_choices: int = 1  # answers to the one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,14 @@ def resolve(
             f"{limit.reason} holds {limit.num_tokens} tokens, and the prompt has {len(ids)}",
             field="sampling.max_tokens",
         )
-    return Request(unresolved.request_id, ids, sampling, unresolved.priority, unresolved.session_id)
+    return Request(
+        request_id=unresolved.request_id,
+        token_ids=ids,
+        sampling=sampling,
+        priority=unresolved.priority,
+        session_id=unresolved.session_id,
+        num_choices=unresolved.num_choices,
+    )
 
 
 def context_limit(card: ModelCard, of_workers: int | None) -> TokenLimit:
@@ -164,8 +174,9 @@ def _unresolved(message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, ne
         request_id=_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS) if has("request_id") else new_id,
         prompt=prompt,
         sampling=message.sampling,
-        priority=_priority(message.priority) if has("priority") else DEFAULT_PRIORITY,
+        priority=_within("priority", message.priority, 0, MAX_PRIORITY) if has("priority") else DEFAULT_PRIORITY,
         session_id=_name("session_id", message.session_id, MAX_SESSION_ID_CHARACTERS) if has("session_id") else "",
+        num_choices=_within("n", message.n, 1, MAX_CHOICES) if has("n") else 1,
     )
 
 
@@ -173,7 +184,6 @@ def _refuse_unimplemented(message: pb.GenerateRequest | pb.ChatRequest) -> None:
     """Nothing that was asked for is left out in silence."""
     sampling = message.sampling
     asked = {
-        "n": message.HasField("n") and message.n != 1,
         "echo": isinstance(message, pb.GenerateRequest) and message.echo,
         "sampling.prompt_logprobs": sampling.HasField("prompt_logprobs"),
     }
@@ -188,10 +198,10 @@ def _name(field: str, name: str, max_characters: int) -> str:
     return name
 
 
-def _priority(priority: int) -> int:
-    if not 0 <= priority <= MAX_PRIORITY:
-        raise InvalidArgument(f"priority is {priority}; it must be 0 to {MAX_PRIORITY}", field="priority")
-    return priority
+def _within(field: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise InvalidArgument(f"{field} is {value}; it must be {least} to {most}", field=field)
+    return value
 
 
 def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed: int) -> SamplingParams:

@@ -74,6 +74,7 @@ EDGES = {
     "prefill/metrics.py",
     "prefill/service.py",
     "router/attempt.py",
+    "router/choices.py",
     "router/messages.py",
     "router/metrics.py",
     "router/move.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -12,7 +13,8 @@ import torch
 
 from deploy.local import ClusterConfig, LocalCluster
 from protos.client import PdserveClient
-from protos.values import Sampling
+from protos.values import Sampling, Summary
+from router.choices import choice_seed
 from tests.cluster.asking import Answered, ask, assert_at_rest
 from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
 
@@ -100,6 +102,36 @@ async def test_second_time_decode_holds_the_prefix(cluster: LocalCluster, tiny_m
     for answered in (first, *later):
         tiny_moe.assert_greedy(prompt, answered.token_ids)
         assert_received(answered, prompt)
+    await assert_at_rest(cluster)
+
+
+@pytest.mark.parametrize("length", [40, 48])
+async def test_answers_to_one_prompt_share_its_prefill(cluster: LocalCluster, length: int) -> None:
+    """Each is what it would be alone with its seed; of all but the first only the prompt's last block is computed."""
+    rng = random.Random(100 + length)
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+    sampling = Sampling(temperature=1, seed=9, max_tokens=12, ignore_eos=True)
+    texts = [""] * 4
+    async with PdserveClient(cluster.router_address) as client:
+        async for part in client.generate(prompt, n=4, sampling=sampling):
+            if isinstance(part, Summary):
+                usage = part.usage
+            else:
+                texts[part.choice] += part.text
+        alone = [await ask(client, prompt, replace(sampling, seed=choice_seed(9, choice))) for choice in range(4)]
+    assert texts == [answered.text for answered in alone]
+    assert len(set(texts)) == 4
+    held_by_prefill = (length - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token's logits are wanted
+    held_by_decode = length // BLOCK_SIZE * BLOCK_SIZE
+    assert (usage.prompt_tokens, usage.output_tokens) == (length, 48)
+    assert (usage.prefill_computed_tokens, usage.prefill_cached_tokens) == (
+        length + 3 * (length - held_by_prefill),
+        3 * held_by_prefill,
+    )
+    assert (usage.decode_received_tokens, usage.decode_cached_tokens) == (
+        length + 3 * (length - held_by_decode),
+        3 * held_by_decode,
+    )
     await assert_at_rest(cluster)
 
 

@@ -119,6 +119,18 @@ async def test_gap_and_repeat_are_seen(second: pb.GenerateResponse) -> None:
                 pass
 
 
+async def test_gaps_are_looked_for_in_each_of_several_answers() -> None:
+    both = [tokens(0, 7), tokens(0, 8, choice=1), tokens(1, 9, 10, choice=1), tokens(1, 8), SUMMARY]
+    async with talking_to(Scripted(both)) as client:
+        parts = [part async for part in client.generate("x", n=2)]
+    chunks = [part for part in parts if isinstance(part, Chunk)]
+    assert [(chunk.choice, chunk.token_ids) for chunk in chunks] == [(0, (7,)), (1, (8,)), (1, (9, 10)), (0, (8,))]
+    async with talking_to(Scripted([tokens(0, 7), tokens(1, 8, choice=1), SUMMARY])) as client:
+        with pytest.raises(Internal, match="has 0 tokens and goes on at output_index 1"):
+            async for _ in client.generate("x", n=2):
+                pass
+
+
 async def test_answer_without_an_end_is_seen() -> None:
     async with talking_to(Scripted([tokens(0, 7)])) as client:
         with pytest.raises(Internal, match="without its summary"):

@@ -63,6 +63,8 @@ def resolved(ids: tuple[int, ...] = IDS, limit: TokenLimit = LIMIT, **sampling: 
         ({"text": "x", "request_id": "a" * 129}, "request_id", "1 to 128"),
         ({"text": "x", "priority": -1}, "priority", "priority is -1; it must be 0 to 9"),
         ({"text": "x", "priority": 10}, "priority", "priority is 10; it must be 0 to 9"),
+        ({"text": "x", "n": 0}, "n", "n is 0; it must be 1 to 16"),
+        ({"text": "x", "n": 17}, "n", "n is 17; it must be 1 to 16"),
         ({"text": "x", "session_id": ""}, "session_id", "it must be 1 to 128 printable characters"),
         ({"text": "x", "session_id": "é" * 129}, "session_id", "1 to 128"),
         ({"text": "x", "session_id": "a\t"}, "session_id", r"session_id is 'a\\t'"),
@@ -206,22 +208,21 @@ def test_end_tokens_join_the_stop_tokens_unless_they_are_ignored() -> None:
     assert resolved(ignore_eos=False).sampling.stop_token_ids == (EOS,)
 
 
-def test_priority_and_session_are_carried_and_have_defaults() -> None:
-    def carried(message: UnresolvedRequest) -> tuple[int, str]:
+def test_what_is_not_sampling_is_carried_and_have_defaults() -> None:
+    def carried(message: UnresolvedRequest) -> tuple[int, str, int]:
         request = resolve(message, IDS, CARD, LIMIT, drawn_seed=0)
-        return request.priority, request.session_id
+        return request.priority, request.session_id, request.num_choices
 
     user = pb.ChatMessage(role="user", content="hi")
-    spoken = pb.ChatRequest(messages=[user], priority=9, session_id="é" * 128)
-    assert carried(generate(text="x")) == (5, "")
-    assert carried(generate(text="x", priority=0, session_id="s-1")) == (0, "s-1")
-    assert carried(check_chat(spoken, CARD, 100, "minted")) == (9, "é" * 128)
+    spoken = pb.ChatRequest(messages=[user], priority=9, session_id="é" * 128, n=16)
+    assert carried(generate(text="x")) == (5, "", 1)
+    assert carried(generate(text="x", priority=0, session_id="s-1", n=1)) == (0, "s-1", 1)
+    assert carried(check_chat(spoken, CARD, 100, "minted")) == (9, "é" * 128, 16)
 
 
 @pytest.mark.parametrize(
     "fields, field",
     [
-        ({"n": 2}, "n"),
         ({"echo": True}, "echo"),
         ({"sampling": {"prompt_logprobs": 0}}, "sampling.prompt_logprobs"),
     ],
