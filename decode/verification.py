@@ -17,9 +17,10 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.rejection import block_decisions, leftover, token_decisions
+from model.logprobs import token_logprobs
 from model.randomness import Purpose, seed_tensor, uniforms
 from model.runner import Chunk, SampledToken
-from model.sampling import Row, choose, draw, largest, processed_scores, token_logprobs
+from model.sampling import Row, choose, draw, largest, processed_scores
 
 
 class Method(enum.StrEnum):

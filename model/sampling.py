@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.logprobs import token_logprobs
 from model.randomness import Purpose, gumbel_noise, seed_tensor
-from model.runner import Chunk, Logprobs, NonFiniteLogits, SampledToken
+from model.runner import Chunk, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
 from model.text_counts import CountedText, Counts
 
@@ -287,22 +288,6 @@ def _mass_floor(scores: Tensor, top_p: Tensor) -> Tensor:
         pending = pending[needed[:, -1]] if num_candidates < probs.shape[1] else pending[:0]
         num_candidates *= 8
     return floor
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> dict[int, Logprobs]:
-    """By row, with `counts[row]` alternatives; none for None. Of the logits as the model gave them."""
-    wanted = {index: count for index, count in enumerate(counts) if count is not None}
-    if not wanted:
-        return {}
-    indexes = list(wanted)
-    logprobs = logits[indexes].float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[indexes].unsqueeze(1)).flatten().tolist()
-    top = logprobs.topk(min(max(wanted.values()), logprobs.shape[1]), dim=-1)
-    top_ids, top_values = top.indices.tolist(), top.values.tolist()
-    return {
-        index: Logprobs(chosen[i], tuple(zip(top_ids[i][:count], top_values[i][:count], strict=True)))
-        for i, (index, count) in enumerate(wanted.items())
-    }
 
 
 def _pick(scores: Tensor, rows: list[int]) -> Tensor:
