@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model.sampling_params import SamplingParams
-from model.tokenizer import Detokenizer, Tokenizer
+from model.tokenizer import Detokenizer, Spelling
 
 
 class AnswerText:
@@ -19,7 +19,7 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams
+        self, tokenizer: Spelling, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams
     ) -> None:
         """`token_ids`: the prompt, then what was given out of the answer before, in which no stop text counted."""
         self._stops = sampling.stop

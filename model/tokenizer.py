@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 
@@ -117,13 +118,22 @@ class Tokenizer:
         return self._bytes.num_leading_spaces
 
 
+class Spelling(Protocol):
+    """What text is put together from; `Tokenizer` has it."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    @property
+    def num_leading_spaces(self) -> int: ...
+
+
 class Detokenizer:
     """The text of a growing sequence, piece by piece. Each token costs the same, however long the sequence is.
 
     What `push` returns follows from the tokens alone: one that starts from the tokens of another goes on exactly.
     """
 
-    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: Spelling, token_ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> None:
         """`token_ids` are what was there before: the prompt, and whatever of the answer was already given out.
 
         Tokens that stop an answer are no part of its text.

@@ -49,13 +49,15 @@ class PdserveClient:
         model: str | None = None,
         request_id: str | None = None,
         n: int | None = None,
+        echo: bool | None = None,
         priority: int | None = None,
         session_id: str | None = None,
         deadline_s: float | None = None,
     ) -> Answer:
-        """Continues a text, or token ids, `n` times. `priority`: 0 to 9, higher goes first while requests wait.
+        """Continues a text, or token ids, `n` times; with `echo` chunks of the prompt come first.
 
-        Requests of one `session_id` go where the last one's KV is, unless that is busy.
+        `priority`: 0 to 9, higher goes first while requests wait. Requests of one `session_id` go where the last one's
+        KV is, unless that is busy.
         """
         with _readable():
             request = inference_pb2.GenerateRequest(
@@ -63,6 +65,7 @@ class PdserveClient:
                 model=model,
                 sampling=_sampling_message(sampling),
                 n=n,
+                echo=echo,
                 priority=priority,
                 session_id=session_id,
             )

@@ -65,10 +65,22 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """A part of the prompt: its tokens and their text if they were to be echoed."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+    @staticmethod
+    def from_message(message: pb.PromptChunk) -> PromptChunk:
+        return PromptChunk(tuple(message.token_ids), message.text)
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Some consecutive tokens of an answer. `finish_reason`, stop or length, comes with the last ones.
 
-    `choice`: which of the answers, if several were asked for.
+    `choice`: which of the answers, if several were asked for. With `prompt` it has no tokens, and is before them all.
     """
 
     output_index: int
@@ -77,6 +89,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: str | None
     choice: int = 0
+    prompt: PromptChunk | None = None
 
     @staticmethod
     def from_message(message: pb.GenerateResponse) -> Chunk:
@@ -87,7 +100,15 @@ class Chunk:
             for item in message.logprobs
         )
         reason = FINISH_REASONS[message.finish_reason]
-        return Chunk(message.output_index, tuple(message.token_ids), message.text, logprobs, reason, message.choice)
+        return Chunk(
+            message.output_index,
+            tuple(message.token_ids),
+            message.text,
+            logprobs,
+            reason,
+            message.choice,
+            PromptChunk.from_message(message.prompt) if message.HasField("prompt") else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from model.chat_template import ChatMessage
+from model.tokenizer import Spelling
 
 
-class TextTokenizer(Protocol):
+class TextTokenizer(Spelling, Protocol):
     """`model.tokenizer.Tokenizer` is one."""
 
     def encode(self, text: str) -> list[int]: ...

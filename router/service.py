@@ -18,6 +18,7 @@ from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Se
 from router import metrics
 from router.card import ModelCard
 from router.choices import Choices
+from router.echo import echoed
 from router.messages import model_message
 from router.relay import Relay
 from router.timeline import RequestClock
@@ -120,8 +121,10 @@ class InferenceService:
         self, request: Request, clock: RequestClock, deadline_at: float | None
     ) -> AsyncGenerator[bytes, None]:
         if request.num_choices > 1:
-            return Choices(self._relay, request, clock, deadline_at).messages()
-        return self._relay.messages(request, clock, deadline_at)
+            answer = Choices(self._relay, request, clock, deadline_at).messages()
+        else:
+            answer = self._relay.messages(request, clock, deadline_at)
+        return echoed(answer, request.token_ids, self._card.tokenizer) if request.echo else answer
 
     async def _tokenized(self, prompt: Prompt) -> list[int]:
         """In a thread: a long prompt must not hold up the streams."""

@@ -43,6 +43,7 @@ class UnresolvedRequest:
     priority: int = DEFAULT_PRIORITY
     session_id: str = ""
     num_choices: int = 1
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Request:
     priority: int = DEFAULT_PRIORITY
     session_id: str = ""
     num_choices: int = 1  # answers to the one prompt
+    echo: bool = False  # the prompt is told before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ def resolve(
         priority=unresolved.priority,
         session_id=unresolved.session_id,
         num_choices=unresolved.num_choices,
+        echo=unresolved.echo,
     )
 
 
@@ -177,6 +180,7 @@ def _unresolved(message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, ne
         priority=_within("priority", message.priority, 0, MAX_PRIORITY) if has("priority") else DEFAULT_PRIORITY,
         session_id=_name("session_id", message.session_id, MAX_SESSION_ID_CHARACTERS) if has("session_id") else "",
         num_choices=_within("n", message.n, 1, MAX_CHOICES) if has("n") else 1,
+        echo=isinstance(message, pb.GenerateRequest) and message.echo,
     )
 
 
@@ -184,7 +188,6 @@ def _refuse_unimplemented(message: pb.GenerateRequest | pb.ChatRequest) -> None:
     """Nothing that was asked for is left out in silence."""
     sampling = message.sampling
     asked = {
-        "echo": isinstance(message, pb.GenerateRequest) and message.echo,
         "sampling.prompt_logprobs": sampling.HasField("prompt_logprobs"),
     }
     for field in (field for field, is_asked in asked.items() if is_asked):

@@ -75,6 +75,7 @@ EDGES = {
     "prefill/service.py",
     "router/attempt.py",
     "router/choices.py",
+    "router/echo.py",
     "router/messages.py",
     "router/metrics.py",
     "router/move.py",

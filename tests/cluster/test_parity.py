@@ -13,7 +13,7 @@ import torch
 
 from deploy.local import ClusterConfig, LocalCluster
 from protos.client import PdserveClient
-from protos.values import Sampling, Summary
+from protos.values import PromptChunk, Sampling, Summary
 from router.choices import choice_seed
 from tests.cluster.asking import Answered, ask, assert_at_rest
 from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
@@ -184,6 +184,17 @@ async def test_text_is_the_decoded_tokens(cluster: LocalCluster, tiny_moe: TinyM
     async with PdserveClient(cluster.router_address) as client:
         answered = await ask(client, "Grüße, 世界 🌍", Sampling(temperature=1, seed=5, max_tokens=60, ignore_eos=True))
     assert answered.text == tokenizer.decode(answered.token_ids)
+
+
+async def test_echo_is_the_prompt_as_the_model_sees_it(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
+    from model.tokenizer import Tokenizer
+
+    text = "Grüße, 世界 🌍"
+    async with PdserveClient(cluster.router_address) as client:
+        answer = client.generate(text, echo=True, n=2, sampling=Sampling(max_tokens=3, ignore_eos=True))
+        first, *others = [part async for part in answer if not isinstance(part, Summary)]
+    assert first.prompt == PromptChunk(tuple(Tokenizer.load(tiny_moe.folder).encode(text)), text)
+    assert sum(len(chunk.token_ids) for chunk in others) == 6
 
 
 async def test_logprobs_of_every_token(cluster: LocalCluster, tiny_moe: TinyModel) -> None:

@@ -113,7 +113,7 @@ def test_text_does_not_depend_on_token_borders(text: str, stops: list[str], expe
     data = text.encode()
     for borders in product((False, True), repeat=len(data) - 1):
         spelt = Spelt(data, borders)
-        answer = AnswerText(spelt, [0], 1, SamplingParams(max_tokens=99, stop=tuple(stops)))  # type: ignore[arg-type]
+        answer = AnswerText(spelt, [0], 1, SamplingParams(max_tokens=99, stop=tuple(stops)))
         given_out = ""
         for token_id in range(1, len(spelt.tokens)):
             is_stopped = answer.push(token_id, may_stop=True)

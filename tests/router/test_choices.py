@@ -133,7 +133,7 @@ async def test_failure_that_a_retry_mends_is_not_seen(fleet: FakeFleet, client: 
     tokens, _, summary = await answers(client, 3)
     assert failed.hit is not None
     assert tokens == [plain_loop(PROMPT, 6)] * 3
-    assert summary.usage.num_retries == 1
+    assert summary.usage.num_retries + summary.usage.num_resumes == 1
 
 
 @pytest.mark.parametrize("num_read", [1, 7])

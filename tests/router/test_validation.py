@@ -209,21 +209,20 @@ def test_end_tokens_join_the_stop_tokens_unless_they_are_ignored() -> None:
 
 
 def test_what_is_not_sampling_is_carried_and_have_defaults() -> None:
-    def carried(message: UnresolvedRequest) -> tuple[int, str, int]:
+    def carried(message: UnresolvedRequest) -> tuple[int, str, int, bool]:
         request = resolve(message, IDS, CARD, LIMIT, drawn_seed=0)
-        return request.priority, request.session_id, request.num_choices
+        return request.priority, request.session_id, request.num_choices, request.echo
 
     user = pb.ChatMessage(role="user", content="hi")
     spoken = pb.ChatRequest(messages=[user], priority=9, session_id="é" * 128, n=16)
-    assert carried(generate(text="x")) == (5, "", 1)
-    assert carried(generate(text="x", priority=0, session_id="s-1", n=1)) == (0, "s-1", 1)
-    assert carried(check_chat(spoken, CARD, 100, "minted")) == (9, "é" * 128, 16)
+    assert carried(generate(text="x")) == (5, "", 1, False)
+    assert carried(generate(text="x", priority=0, session_id="s-1", n=1, echo=True)) == (0, "s-1", 1, True)
+    assert carried(check_chat(spoken, CARD, 100, "minted")) == (9, "é" * 128, 16, False)
 
 
 @pytest.mark.parametrize(
     "fields, field",
     [
-        ({"echo": True}, "echo"),
         ({"sampling": {"prompt_logprobs": 0}}, "sampling.prompt_logprobs"),
     ],
 )
