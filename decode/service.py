@@ -21,7 +21,14 @@ from kvtransfer.integrity import Verification
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.sender import Sender
-from kvtransfer.sequence_messages import check_token_ids, sequence_from_message, target_from_message, tokens_message
+from kvtransfer.sequence_messages import (
+    check_token_ids,
+    prompt_messages,
+    scores_for,
+    sequence_from_message,
+    target_from_message,
+    tokens_message,
+)
 from kvtransfer.ticket import PeerDescription, ReceivedSequence, SenderIdentity
 from kvtransfer.unpacking import Unpacking
 from model.answer_text import AnswerText
@@ -169,6 +176,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def _sequence(self, request: decode_pb2.DecodeRequest) -> Sequence:
         sequence = sequence_from_message(request, vocab_size=self._vocab_size, block_size=self._layout.block_size)
+        sequence.scores = scores_for(sequence) if request.prefill_here else None
         num_tokens = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         num_blocks = self._layout.num_blocks(num_tokens)
         if num_blocks > self._pool.num_blocks:
@@ -229,6 +237,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 finish_reason = sequence.finish_reason if is_last else None
                 if not tokens and finish_reason is None:
                     break
+                if (scores := sequence.scores) is not None:
+                    sequence.scores = None
+                    for part in prompt_messages(sequence.token_ids, scores):
+                        yield part
                 message = tokens_message(output_index, tokens, text.take(), finish_reason)
                 if finish_reason is not None:
                     message.decode_stats.CopyFrom(_stats(decoding))

@@ -98,6 +98,7 @@ class SpeculativeRunner:
             draft_s = time.perf_counter() - begin
             step = _Step(chunks, drafts)
             output = self._target.forward(step.extended, layer_done, num_rows=step.num_rows, taps=self._drafter.taps)
+            self._target.score_prompts(chunks, output)
             outcomes, verdicts = self._verify(step, output)
             self._target.keep_paths(step.paths(verdicts))
             observed = step.observed(outcomes, verdicts)

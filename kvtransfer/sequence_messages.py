@@ -6,9 +6,11 @@ the router can pass a worker's bytes on untouched. The messages of the hand-over
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 from kvtransfer.ticket import HandoverTarget
+from model.prompt_scores import PromptScores
 from model.runner import Logprobs, SampledToken
 from model.sampling_params import InvalidSampling, SamplingParams
 from model.sequence import FinishReason, Sequence
@@ -16,6 +18,7 @@ from protos import decode_pb2, prefill_pb2
 from protos import inference_pb2 as pb
 from protos.errors import InvalidArgument
 
+_SCORES_AT_ONCE = 4096  # logprobs of one message: about 60 kB
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -70,7 +73,7 @@ def check_token_ids(field: str, token_ids: Items[int], vocab_size: int) -> None:
 
 
 def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
-    """Reads parameters that the router resolved: every field is set but the two that stay optional.
+    """Reads parameters that the router resolved: every field is set but the three that stay optional.
 
     Raises:
         InvalidArgument: a value is outside its limits.
@@ -92,6 +95,7 @@ def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
             max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
             stop=tuple(message.stop),
             logit_bias=tuple(message.logit_bias.items()),
+            num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None
@@ -111,6 +115,23 @@ def tokens_message(
     if finish_reason is not None:
         message.finish_reason = _FINISH_REASONS[finish_reason]
     return message
+
+
+def scores_for(sequence: Sequence) -> PromptScores | None:
+    """What its prompt is to be scored into, if that was asked for."""
+    count = sequence.sampling.num_prompt_logprobs
+    return None if count is None else PromptScores(count, sequence.num_prompt_tokens)
+
+
+def prompt_messages(token_ids: Items[int], scores: PromptScores) -> Iterator[pb.GenerateResponse]:
+    """The scores of a prompt's tokens, in messages of some thousand numbers. The first token has none."""
+    entries = [pb.TokenLogprobs()]
+    for token_id, logprobs in zip(token_ids[1 : scores.num_prompt_tokens], scores, strict=True):
+        if len(entries) * (1 + scores.num_alternatives) >= _SCORES_AT_ONCE:
+            yield pb.GenerateResponse(prompt=pb.PromptChunk(logprobs=entries))
+            entries = []
+        entries.append(_logprobs_message(token_id, logprobs))
+    yield pb.GenerateResponse(prompt=pb.PromptChunk(logprobs=entries))
 
 
 def _logprobs_message(token_id: int, logprobs: Logprobs) -> pb.TokenLogprobs:

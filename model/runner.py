@@ -16,6 +16,8 @@ from model.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from model.prompt_scores import PromptScores
+
 LayerDone = Callable[[int], None]
 """Called on the compute thread once a layer's keys and values of the whole batch are in the cache."""
 
@@ -33,6 +35,8 @@ class Chunk:
 
     With `parents` the last tokens are nodes of a tree: each continues the path to its parent, and sees that path alone.
     `parents` may begin with nodes that have run before: its last element belongs to the last token.
+
+    With `scores` the prompt's tokens of this chunk, which `history` has too, are scored into it.
     """
 
     token_ids: Sequence[int]
@@ -44,6 +48,7 @@ class Chunk:
     num_draft_tokens: int = 0
     drafting: DraftingState = field(default_factory=lambda: DraftingState())
     parents: Sequence[int] | None = None  # index of a node, -1 for the token before the first
+    scores: PromptScores | None = None
 
     def with_state(self, drafting: DraftingState) -> Chunk:
         """Field by field: it is done for every chunk of every step, and `dataclasses.replace` takes twice as long."""
@@ -57,6 +62,7 @@ class Chunk:
             self.num_draft_tokens,
             drafting,
             self.parents,
+            self.scores,
         )
 
 

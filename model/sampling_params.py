@@ -41,6 +41,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # with the model's own end tokens, unless ignore_eos was asked for
     max_draft_tokens: int | None = None  # guessed ahead per step, at most; 0: speculation is off; None: as is fastest
     num_logprobs: int | None = None  # alternatives beside the token's own; None: no logprobs at all
+    num_prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     stop: tuple[str, ...] = ()  # texts that end the answer, and are no part of it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
 
@@ -62,8 +63,9 @@ class SamplingParams:
             raise InvalidSampling("stop_token_ids", f"has {min(self.stop_token_ids)}; each must be 0 or more")
         if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InvalidSampling("max_draft_tokens", f"is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}")
-        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
-            raise InvalidSampling("logprobs", f"is {self.num_logprobs}; it must be 0 to {MAX_LOGPROBS}")
+        for field, count in (("logprobs", self.num_logprobs), ("prompt_logprobs", self.num_prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise InvalidSampling(field, f"is {count}; it must be 0 to {MAX_LOGPROBS}")
         self._check_logit_bias()
         if len(self.stop) > MAX_STOP_TEXTS:
             raise InvalidSampling("stop", f"has {len(self.stop)} texts; at most {MAX_STOP_TEXTS}")

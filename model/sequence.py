@@ -12,6 +12,7 @@ from model.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from model.answer_text import AnswerText
+    from model.prompt_scores import PromptScores
 
 
 class FinishReason(enum.Enum):
@@ -24,7 +25,8 @@ class Sequence:
     """Tokens are prompt, then output. KV is valid for the first `num_computed_tokens`; the last token's never is.
 
     `num_cached_tokens` of them came from the prefix cache. Blocks are held with one reference each, the sequence's own.
-    `text` is that of the output, from when on it is wanted; without it no stop text is seen.
+    `text` is that of the output, from when on it is wanted; without it no stop text is seen. With `scores` the prompt's
+    tokens are scored, so that all of them have to be computed.
     """
 
     sequence_id: str
@@ -37,6 +39,7 @@ class Sequence:
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     text: AnswerText | None = None
+    scores: PromptScores | None = None
     drafting: DraftingState = field(default_factory=DraftingState)
     _hashes: list[BlockHash] = field(default_factory=list)
     _num_published: int = 0
@@ -84,6 +87,7 @@ class Sequence:
             self.num_prompt_tokens,
             num_draft_tokens,
             self.drafting,
+            scores=self.scores,
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -91,8 +95,13 @@ class Sequence:
         return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))
 
     def take_prefix(self, pool: BlockPool) -> None:
-        """Starts from what the prefix cache holds. The last token is left: its logits are wanted."""
+        """Starts from what the prefix cache holds. The last token is left: its logits are wanted.
+
+        A prompt that is to be scored starts from nothing: KV has no logits.
+        """
         assert not self.block_ids
+        if self.scores is not None and not self.scores.is_complete:
+            return
         num_full = (self.num_tokens - 1) // self.block_size
         self.block_ids = pool.match_prefix(self.block_hashes[:num_full])
         self.num_cached_tokens = self.num_computed_tokens = len(self.block_ids) * self.block_size

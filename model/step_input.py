@@ -99,6 +99,16 @@ class StepInput:
         indexes = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
         return torch.tensor(indexes, dtype=torch.int64, device=self.token_ids.device)
 
+    def places(self, positions: Sequence[range]) -> Tensor:
+        """Where in the step these positions of each chunk's sequence are; the chunk has them."""
+        starts = [0, *np.cumsum(self.chunk_lens).tolist()]
+        indexes = [
+            at - first + start
+            for start, first, of_chunk in zip(starts, self.chunk_starts, positions, strict=False)
+            for at in of_chunk
+        ]
+        return torch.tensor(indexes, dtype=torch.int64, device=self.token_ids.device)
+
 
 def _trees(chunks: Sequence[Chunk], positions: list[int], query_starts: Sequence[int], device: torch.device) -> Trees:
     """Puts right the positions of nodes, which were those of their slots.

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.kv_layout import DTYPE_BYTES, KVLayout
+from model.prompt_scores import ScoredTokens
 from model.runner import Chunk, LayerDone, Logprobs, NoDrafting, SampledToken, StepOutput
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ class TimedRunner(NoDrafting):
         num_layers = self._layout.num_layers
         blocks, slots = self._places(chunks)
         words = np.concatenate([self._words(chunk) for chunk in chunks])  # [T, L, H, 2]
+        for chunk in chunks:
+            _score_prompt(chunk)
         sampled: tuple[SampledToken | None, ...] = ()
         for layer in range(num_layers):
             self._cache[layer, blocks, :, :, slots, 0] = words[:, layer]
@@ -252,6 +255,19 @@ def _certain(token_id: int, chunk: Chunk) -> SampledToken:
     if chunk.sampling.num_logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, Logprobs(0.0, ((token_id, 0.0),) if chunk.sampling.num_logprobs else ()))
+
+
+def _score_prompt(chunk: Chunk) -> None:
+    """By the same distribution: each token was certain."""
+    if chunk.scores is None:
+        return
+    positions = chunk.scores.wanted(chunk.start + len(chunk.token_ids))
+    if not positions:
+        return
+    ids = np.array(chunk.history[positions.start + 1 : positions.stop + 1], np.int32).reshape(-1, 1)
+    ids = ids[:, : chunk.scores.num_alternatives]
+    zeros = np.zeros(len(positions), np.float32)
+    chunk.scores.add(ScoredTokens(zeros, ids, np.zeros(ids.shape, np.float32)))
 
 
 def _mix(values: Words) -> Words:

@@ -20,6 +20,7 @@ from model.config import DTYPES, ModelConfig
 from model.kv_cache import PagedKVCache, available_bytes, check_memory, num_blocks_that_fit
 from model.kv_layout import KVLayout
 from model.layer_events import LayerEvents
+from model.logprobs import scored_tokens
 from model.runner import Chunk, LayerDone, NoDrafting, StepOutput
 from model.sampling import Row, sample
 from model.step_input import StepInput
@@ -27,6 +28,9 @@ from model.transformer import ForwardOutput, Transformer
 
 logger = logging.getLogger(__name__)
 
+_SCORED_AT_ONCE = (
+    64  # rows of the prompt with logits: of a large vocabulary each takes half a megabyte, some times over
+)
 _COPIED_SHARE = 0.2  # of the memory that is available: the copies of several processes have to fit
 
 
@@ -128,6 +132,7 @@ class TorchRunner(NoDrafting):
         begin = time.perf_counter()
         try:
             output = self.forward(chunks, layer_done)
+            self.score_prompts(chunks, output)
             wanting = [Row.behind(chunk) for chunk in chunks if chunk.sampling is not None]
             outcomes = iter(sample(output.logits, wanting) if wanting else ())
         finally:  # also after an error: the blocks of a step may go to others as soon as it is over
@@ -150,12 +155,26 @@ class TorchRunner(NoDrafting):
         if num_rows is None:
             num_rows = [int(chunk.sampling is not None) for chunk in chunks]
         rows = step.last_rows(num_rows)
+        positions = _scored_positions(chunks)
+        unread = step.places(positions) if any(positions) else None
         if layer_done is None or not self._queues_work:
-            return self.model.forward(step, rows, layer_done, taps)
+            return self.model.forward(step, rows, layer_done, taps, unread)
         events = LayerEvents(layer_done, self.cache.memory.device)
-        output = self.model.forward(step, rows, events.queued, taps)
+        output = self.model.forward(step, rows, events.queued, taps, unread)
         events.wait()
         return output
+
+    def score_prompts(self, chunks: Sequence[Chunk], output: ForwardOutput) -> None:
+        """Adds to the scores of chunks whose prompts are to be scored. `output` is of them, once."""
+        start = 0
+        for chunk, positions in zip(chunks, _scored_positions(chunks), strict=True):
+            for first in range(0, len(positions), _SCORED_AT_ONCE):
+                part = positions[first : first + _SCORED_AT_ONCE]
+                assert chunk.scores is not None and output.unread is not None
+                logits = self.model.logits(output.unread[start : start + len(part)])
+                next_ids = torch.tensor(chunk.history[part.start + 1 : part.stop + 1], device=logits.device)
+                chunk.scores.add(scored_tokens(logits, next_ids, chunk.scores.num_alternatives))
+                start += len(part)
 
     def keep_paths(self, paths: Sequence[tuple[Chunk, Sequence[int]]]) -> None:
         """Moves the KV of these nodes of trees that chunks ended in, in order, to the first slots behind the root.
@@ -180,6 +199,14 @@ class TorchRunner(NoDrafting):
     def wait_for_device(self) -> None:
         if self._queues_work:
             torch.cuda.current_stream(self.cache.memory.device).synchronize()
+
+
+def _scored_positions(chunks: Sequence[Chunk]) -> list[range]:
+    """Of each chunk those whose next token is to be scored."""
+    ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
+    return [
+        range(0) if chunk.scores is None else chunk.scores.wanted(end) for chunk, end in zip(chunks, ends, strict=True)
+    ]
 
 
 def _named_dtype(name: str, value: str, default: str) -> str:

@@ -29,12 +29,13 @@ Weights = Mapping[str, Tensor]
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """`hidden` is what the head reads: after the last norm. `features` are of all tokens, those of one tap after those
-    of another. `expert_load` is None where there are no experts."""
+    of another. `expert_load` is None where there are no experts. `unread` is like `hidden`, of rows without logits."""
 
     logits: Tensor  # [R, V] float32
     hidden: Tensor  # [R, K]
     features: Tensor | None = None  # [T, taps * K]
     expert_load: Tensor | None = None  # [L, E]
+    unread: Tensor | None = None  # [*, K]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,23 @@ class Transformer:
         self._attention = backend.attention(config, cache, norms)
 
     def forward(
-        self, step: StepInput, rows: Tensor, layer_done: LayerDone | None = None, taps: Sequence[int] = ()
+        self,
+        step: StepInput,
+        rows: Tensor,
+        layer_done: LayerDone | None = None,
+        taps: Sequence[int] = (),
+        unread: Tensor | None = None,
     ) -> ForwardOutput:
         """Logits of the tokens at `rows` [R]; with `taps`, also what goes into those layers, or out of the last one.
 
-        That has keys and values of all tokens, but what follows in it is computed for `rows` alone, unless its output
-        is tapped.
+        That has keys and values of all tokens, but what follows in it is computed for `rows` alone, and for the tokens
+        at `unread`, which the head does not read here; unless its output is tapped.
         `layer_done` is called when the calls that store a layer have returned: on CUDA its work is then only queued.
         """
         hidden = F.embedding(step.token_ids, self.embedding).to(self._activations)  # [T, K]
-        num_layers = len(self._layers)
+        num_layers, num_read = len(self._layers), len(rows)
+        if unread is not None:
+            rows = torch.cat((rows, unread))
         first_layer = self._first_layer
         features: dict[int, Tensor] = {}
         loads = []
@@ -94,11 +102,16 @@ class Transformer:
             features[num_layers], hidden = hidden, hidden[rows]
         normed = self.norm(hidden)
         return ForwardOutput(
-            logits=self._head(normed).float(),
-            hidden=normed,
+            logits=self.logits(normed[:num_read]),
+            hidden=normed[:num_read],
             features=torch.cat([features[tap] for tap in taps], dim=-1) if taps else None,
             expert_load=torch.stack(loads) if loads else None,
+            unread=None if unread is None else normed[num_read:],
         )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[*, K] after the last norm -> float32 [*, V]"""
+        return self._head(hidden).float()
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -6,12 +6,18 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from kvtransfer.errors import DecodePoolFull
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
-from kvtransfer.sequence_messages import sequence_from_message, target_from_message, tokens_message
+from kvtransfer.sequence_messages import (
+    prompt_messages,
+    scores_for,
+    sequence_from_message,
+    target_from_message,
+    tokens_message,
+)
 from kvtransfer.ticket import SendStats
 from model.answer_text import AnswerText
 from model.block_pool import BlockPool
@@ -70,6 +76,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             token = await call.first_token
             text = self._appended(call.prefilling.sequence, token)
             call.first_token_at = time.monotonic()
+            for message in _scored_prompt(call.prefilling.sequence):
+                yield prefill_pb2.PrefillResponse(prompt=message)
             yield prefill_pb2.PrefillResponse(first_token=_first_token(call, token, text))
             yield prefill_pb2.PrefillResponse(handed_over=await self._hand_over(call, token))
         finally:
@@ -85,6 +93,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if request.HasField("decode"):
             target_from_message(request.decode, "decode")
         sequence = sequence_from_message(request, vocab_size=self._vocab_size, block_size=self._layout.block_size)
+        sequence.scores = scores_for(sequence)
         num_blocks = self._layout.num_blocks(sequence.num_tokens)
         if num_blocks > self._pool.num_blocks:
             raise InvalidArgument(
@@ -163,6 +172,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 def _first_token(call: _Call, token: SampledToken, text: str) -> inference_pb2.GenerateResponse:
     sequence = call.prefilling.sequence
     return tokens_message(sequence.num_output_tokens - 1, [token], text, sequence.finish_reason)
+
+
+def _scored_prompt(sequence: Sequence) -> Iterator[inference_pb2.GenerateResponse]:
+    if sequence.scores is not None:
+        yield from prompt_messages(sequence.token_ids, sequence.scores)
 
 
 class _Call:

@@ -26,7 +26,7 @@ from protos import decode_pb2 as protos_dot_decode__pb2
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\npdserve.v1\x1a\x13protos/decode.proto\x1a\x16protos/inference.proto\"\xbe\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12(\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x18.pdserve.v1.DecodeTarget\"\xa0\x01\n\x0cPrefillStats\x12/\n\rprompt_tokens\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.PromptTokens\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x12\n\nhandover_s\x18\x04 \x01(\x01\x12\x13\n\x0bsent_tokens\x18\x05 \x01(\x03\x12\x12\n\nsent_bytes\x18\x06 \x01(\x03\"\x80\x01\n\x0fPrefillResponse\x12\x33\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.GenerateResponseH\x00\x12/\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.PrefillStatsH\x00\x42\x07\n\x05\x65vent2O\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\npdserve.v1\x1a\x13protos/decode.proto\x1a\x16protos/inference.proto\"\xbe\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12(\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x18.pdserve.v1.DecodeTarget\"\xa0\x01\n\x0cPrefillStats\x12/\n\rprompt_tokens\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.PromptTokens\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x12\n\nhandover_s\x18\x04 \x01(\x01\x12\x13\n\x0bsent_tokens\x18\x05 \x01(\x03\x12\x12\n\nsent_bytes\x18\x06 \x01(\x03\"\xb0\x01\n\x0fPrefillResponse\x12\x33\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.GenerateResponseH\x00\x12/\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.PrefillStatsH\x00\x12.\n\x06prompt\x18\x03 \x01(\x0b\x32\x1c.pdserve.v1.GenerateResponseH\x00\x42\x07\n\x05\x65vent2O\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,7 +38,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSTATS']._serialized_start=275
   _globals['_PREFILLSTATS']._serialized_end=435
   _globals['_PREFILLRESPONSE']._serialized_start=438
-  _globals['_PREFILLRESPONSE']._serialized_end=566
-  _globals['_PREFILL']._serialized_start=568
-  _globals['_PREFILL']._serialized_end=647
+  _globals['_PREFILLRESPONSE']._serialized_end=614
+  _globals['_PREFILL']._serialized_start=616
+  _globals['_PREFILL']._serialized_end=695
 # @@protoc_insertion_point(module_scope)

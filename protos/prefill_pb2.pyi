@@ -109,23 +109,29 @@ class PrefillResponse(_message.Message):
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> _inference_pb2.GenerateResponse: ...
     @_builtins.property
     def handed_over(self) -> Global___PrefillStats:
         """the last message, after the hand-over; also sent where there is none"""
 
+    @_builtins.property
+    def prompt(self) -> _inference_pb2.GenerateResponse:
+        """some of the prompt's logprobs, if asked for: before the first token"""
+
     def __init__(
         self,
         *,
         first_token: _inference_pb2.GenerateResponse | None = ...,
         handed_over: Global___PrefillStats | None = ...,
+        prompt: _inference_pb2.GenerateResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handed_over"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handed_over", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -40,6 +40,7 @@ class Sampling:
     max_draft_tokens: int | None = None
     stop: Sequence[str] = ()  # texts
     logit_bias: Mapping[int, float] | None = None
+    prompt_logprobs: int | None = None
 
     def to_message(self) -> pb.SamplingParams:
         """Raises ValueError or TypeError for what a field cannot hold."""
@@ -63,17 +64,27 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
 
+    @staticmethod
+    def from_message(message: pb.TokenLogprobs) -> TokenLogprobs:
+        top = tuple((each.token_id, each.logprob) for each in message.top)
+        return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """A part of the prompt: its tokens and their text if they were to be echoed."""
+    """A part of the prompt: its tokens and their text if they were to be echoed, logprobs if these were asked for.
 
-    token_ids: tuple[int, ...]
-    text: str
+    The prompt's first token has None.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     @staticmethod
     def from_message(message: pb.PromptChunk) -> PromptChunk:
-        return PromptChunk(tuple(message.token_ids), message.text)
+        logprobs = (TokenLogprobs.from_message(item) if item.HasField("chosen") else None for item in message.logprobs)
+        return PromptChunk(tuple(message.token_ids), message.text, tuple(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +104,7 @@ class Chunk:
 
     @staticmethod
     def from_message(message: pb.GenerateResponse) -> Chunk:
-        logprobs = tuple(
-            TokenLogprobs(
-                item.chosen.token_id, item.chosen.logprob, tuple((top.token_id, top.logprob) for top in item.top)
-            )
-            for item in message.logprobs
-        )
+        logprobs = tuple(map(TokenLogprobs.from_message, message.logprobs))
         reason = FINISH_REASONS[message.finish_reason]
         return Chunk(
             message.output_index,

@@ -73,6 +73,9 @@ class Attempt:
     arrives: bool = False
     started_at: float = field(default_factory=time.monotonic)
     prefill_stats: prefill_pb2.PrefillStats | None = None
+    scored_prompt: list[bytes] = field(
+        default_factory=list
+    )  # kept for the first token: without it they come to nothing
 
     async def messages(self) -> Messages:
         """Every message of the answer from here on. Raises AttemptFailed."""
@@ -109,8 +112,15 @@ class Attempt:
 
     async def _one_leg(self, worker: Candidate) -> Messages:
         """Prefill and decode on the same worker, or decode after a hand-over from another."""
+        may_score = self.request.sampling.num_prompt_logprobs is not None
         async with self._decode_leg(worker, prefill_here=not self.arrives) as leg:
             while (raw := await leg.read()) is not None:
+                if may_score and inference_pb2.GenerateResponse.FromString(raw).HasField("prompt"):
+                    self.scored_prompt.append(raw)
+                    continue
+                for scored in self._taken_scores() if may_score else ():
+                    yield scored
+                may_score = False
                 yield raw
 
     async def _prefill_alone(self, worker: Candidate) -> Messages:
@@ -118,6 +128,8 @@ class Attempt:
         prefilling = asyncio.create_task(self._run_prefill(worker, None, first))
         try:
             token = await _first_token(first, prefilling)
+            for scored in self._taken_scores():
+                yield scored
             yield token.SerializeToString()
             await asyncio.wait([prefilling], timeout=_STATISTICS_S)
         finally:
@@ -131,6 +143,8 @@ class Attempt:
             second = asyncio.create_task(_read_second(leg))
             try:
                 token = await _first_token(first, prefilling, second)
+                for scored in self._taken_scores():
+                    yield scored
                 yield token.SerializeToString()
                 if token.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED:
                     raw: bytes | None = await _handed_over(prefilling, second)
@@ -143,6 +157,12 @@ class Attempt:
             finally:
                 leg.call.cancel()
                 await _cancelled(prefilling, second)
+
+    def _taken_scores(self) -> Iterator[bytes]:
+        """One after another, so that none is kept longer than needed."""
+        self.scored_prompt.reverse()
+        while self.scored_prompt:
+            yield self.scored_prompt.pop()
 
     @asynccontextmanager
     async def _decode_leg(self, worker: Candidate, *, prefill_here: bool) -> AsyncIterator[DecodeLeg]:
@@ -161,7 +181,9 @@ class Attempt:
             call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=self.timeout_s)
             with link.follow(call), _leg(worker, link):
                 async for response in call:
-                    if response.HasField("first_token") and not first.done():
+                    if response.HasField("prompt"):
+                        self.scored_prompt.append(response.prompt.SerializeToString())
+                    elif response.HasField("first_token") and not first.done():
                         first.set_result(response.first_token)
                     elif response.HasField("handed_over"):
                         self.prefill_stats = response.handed_over

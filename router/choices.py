@@ -102,6 +102,8 @@ class Choices:
 
     def _progress(self, choice: int) -> Progress:
         sampling = replace(self._request.sampling, seed=choice_seed(self._request.sampling.seed, choice))
+        if choice > 0:  # the prompt is scored once
+            sampling = replace(sampling, num_prompt_logprobs=None)
         return Progress(
             request=replace(self._request, sampling=sampling),
             clock=copy(self._clock),

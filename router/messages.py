@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
 from model.kv_layout import KVLayout
-from model.sampling_params import SamplingParams
 from protos import decode_pb2, inference_pb2, prefill_pb2, workers_pb2
 from protos.errors import InvalidArgument
 from router.card import ModelCard
@@ -135,7 +134,7 @@ def prefill_request(
         attempt_id=attempt_id,
         token_ids=token_ids,
         num_prompt_tokens=len(request.token_ids),
-        sampling=_sampling_message(request.sampling),
+        sampling=_sampling_message(request, token_ids),
         decode=None if decode is None else target_message(decode),
     )
 
@@ -148,7 +147,7 @@ def decode_request(
         attempt_id=attempt_id,
         token_ids=token_ids,
         num_prompt_tokens=len(request.token_ids),
-        sampling=_sampling_message(request.sampling),
+        sampling=_sampling_message(request, token_ids),
         prefill_here=prefill_here,
     )
 
@@ -165,8 +164,10 @@ def emitted_tokens(raw_messages: Iterable[bytes], num_emitted: int) -> list[int]
     return token_ids
 
 
-def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
-    """Resolved: nothing is left for a worker to choose."""
+def _sampling_message(request: Request, token_ids: Sequence[int]) -> inference_pb2.SamplingParams:
+    """Resolved: nothing is left for a worker to choose. The prompt's logprobs came with the first token."""
+    sampling = request.sampling
+    is_resumed = len(token_ids) > len(request.token_ids)
     return inference_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -184,4 +185,5 @@ def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         max_draft_tokens=sampling.max_draft_tokens,
         stop=sampling.stop,
         logit_bias=dict(sampling.logit_bias),
+        prompt_logprobs=None if is_resumed else sampling.num_prompt_logprobs,
     )

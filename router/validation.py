@@ -12,7 +12,7 @@ from itertools import islice
 from model.chat_template import ChatMessage
 from model.sampling_params import MAX_STOP_TEXTS, MAX_STOP_TOKEN_IDS, InvalidSampling, SamplingParams
 from protos import inference_pb2 as pb
-from protos.errors import DeadlineExceeded, InvalidArgument, NotFound, Unimplemented
+from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
 from router.card import ModelCard
 
 ROLES = ("system", "user", "assistant")
@@ -21,6 +21,7 @@ MAX_SESSION_ID_CHARACTERS = 128
 MAX_MESSAGES = 4096
 MAX_PRIORITY, DEFAULT_PRIORITY = 9, 5
 MAX_CHOICES = 16
+MAX_PROMPT_SCORES = 2**19  # logprobs of one prompt, of its tokens and their alternatives: about 8 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def resolve(
             f"{limit.reason} holds {limit.num_tokens} tokens, and the prompt has {len(ids)}",
             field="sampling.max_tokens",
         )
+    _check_scores(len(ids), sampling)
     return Request(
         request_id=unresolved.request_id,
         token_ids=ids,
@@ -171,7 +173,6 @@ def _ids_prompt(ids: Sequence[int], card: ModelCard, limit: TokenLimit) -> Promp
 
 
 def _unresolved(message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, new_id: str) -> UnresolvedRequest:
-    _refuse_unimplemented(message)
     has = message.HasField
     return UnresolvedRequest(
         request_id=_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS) if has("request_id") else new_id,
@@ -182,16 +183,6 @@ def _unresolved(message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, ne
         num_choices=_within("n", message.n, 1, MAX_CHOICES) if has("n") else 1,
         echo=isinstance(message, pb.GenerateRequest) and message.echo,
     )
-
-
-def _refuse_unimplemented(message: pb.GenerateRequest | pb.ChatRequest) -> None:
-    """Nothing that was asked for is left out in silence."""
-    sampling = message.sampling
-    asked = {
-        "sampling.prompt_logprobs": sampling.HasField("prompt_logprobs"),
-    }
-    for field in (field for field, is_asked in asked.items() if is_asked):
-        raise Unimplemented(f"{field} is not served yet", field=field)
 
 
 def _name(field: str, name: str, max_characters: int) -> str:
@@ -230,9 +221,20 @@ def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed
             max_draft_tokens=message.max_draft_tokens if has("max_draft_tokens") else None,
             stop=tuple(message.stop[: MAX_STOP_TEXTS + 1]),
             logit_bias=tuple(sorted(message.logit_bias.items())),
+            num_prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None
+
+
+def _check_scores(num_tokens: int, sampling: SamplingParams) -> None:
+    if sampling.num_prompt_logprobs is None or num_tokens * (1 + sampling.num_prompt_logprobs) <= MAX_PROMPT_SCORES:
+        return
+    raise InvalidArgument(
+        f"sampling.prompt_logprobs is {sampling.num_prompt_logprobs}, for a prompt of {num_tokens} tokens; at most "
+        f"{MAX_PROMPT_SCORES} logprobs of a prompt are told, those of alternatives among them",
+        field="sampling.prompt_logprobs",
+    )
 
 
 def _check_in_vocabulary(field: str, token_ids: Iterable[int], card: ModelCard) -> None:

@@ -53,6 +53,7 @@ MODEL_SEEN_BY = {
         "block_sums",
         "kv_cache",
         "kv_layout",
+        "prompt_scores",
         "runner",
         "sampling_params",
         "sequence",

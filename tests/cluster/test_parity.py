@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from deploy.local import ClusterConfig, LocalCluster
 from protos.client import PdserveClient
-from protos.values import PromptChunk, Sampling, Summary
+from protos.values import Chunk, PromptChunk, Sampling, Summary
 from router.choices import choice_seed
 from tests.cluster.asking import Answered, ask, assert_at_rest
 from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
@@ -184,6 +184,41 @@ async def test_text_is_the_decoded_tokens(cluster: LocalCluster, tiny_moe: TinyM
     async with PdserveClient(cluster.router_address) as client:
         answered = await ask(client, "Grüße, 世界 🌍", Sampling(temperature=1, seed=5, max_tokens=60, ignore_eos=True))
     assert answered.text == tokenizer.decode(answered.token_ids)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+async def test_prompt_is_scored_whole_whatever_the_caches_hold(
+    cluster: LocalCluster, tiny_moe: TinyModel, max_tokens: int
+) -> None:
+    """In several steps of at most 96 tokens, and the second and third time although all its KV is there already."""
+    rng = random.Random(max_tokens)
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(250)]
+    expected = tiny_moe.logprobs(prompt[:1], prompt[1:])
+    sampling = Sampling(temperature=0, max_tokens=max_tokens, prompt_logprobs=3, ignore_eos=True)
+    async with PdserveClient(cluster.router_address) as client:
+        for _ in range(3):
+            *chunks, summary = [part async for part in client.generate(prompt, sampling=sampling)]
+            assert isinstance(summary, Summary) and summary.usage.prefill_computed_tokens == 250
+            assert_scored(chunks, prompt, expected)
+            answer = [token for part in chunks if isinstance(part, Chunk) for token in part.token_ids]
+            tiny_moe.assert_greedy(prompt, answer)
+    await assert_at_rest(cluster)
+
+
+def assert_scored(parts: Sequence[Chunk | Summary], prompt: list[int], expected: torch.Tensor) -> None:
+    """Chunks of the prompt come first; its first token has no logprob."""
+    chunks = [part for part in parts if isinstance(part, Chunk)]
+    is_prompt = [chunk.prompt is not None for chunk in chunks]
+    assert is_prompt == sorted(is_prompt, reverse=True)
+    first, *scores = [each for chunk in chunks if chunk.prompt is not None for each in chunk.prompt.logprobs]
+    assert first is None
+    assert [each.token_id for each in scores if each is not None] == prompt[1:]
+    for each, reference in zip(scores, expected, strict=True):
+        assert each is not None
+        assert each.logprob == pytest.approx(float(reference[each.token_id]), abs=1e-3)
+        best = reference.topk(3)
+        assert [logprob for _, logprob in each.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert [float(reference[token]) for token, _ in each.top] == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
 async def test_echo_is_the_prompt_as_the_model_sees_it(cluster: LocalCluster, tiny_moe: TinyModel) -> None:

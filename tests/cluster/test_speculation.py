@@ -24,9 +24,10 @@ from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
-from protos.values import Sampling
+from protos.values import Sampling, Summary
 from tests.cluster.asking import Answered, ask, assert_at_rest
 from tests.cluster.draft_heads import write_head
+from tests.cluster.test_parity import assert_scored
 from tests.cluster.tiny_model import EOS, MAX_CONTEXT, VOCAB_SIZE, TinyModel
 from tests.model.test_answer_text import brute_force
 
@@ -179,6 +180,23 @@ async def test_greedy_tokens_are_those_of_a_plain_loop(
     assert drafted(answers) > 0
     if drafting.drafter == "model":  # it is the target itself; near-ties apart, it guesses what it will say
         assert accepted(answers) >= 0.98 * drafted(answers) > 250
+
+
+@pytest.mark.parametrize("is_colocated", [False, True], ids=["handed over", "colocated"])
+async def test_prompt_is_scored_beside_drafting(drafting: Drafting, tiny_moe: TinyModel, is_colocated: bool) -> None:
+    """While another one drafts; twice, so that the prefix cache has it."""
+    if is_colocated:
+        await drafting.colocate()
+    prompt = prompts(1, [70], seed=8)[0]
+    expected = tiny_moe.logprobs(prompt[:1], prompt[1:])
+    drafts = asyncio.create_task(drafting.ask_all([(each, GREEDY) for each in repetitive(4)]))
+    for _ in range(2):
+        sampling = Sampling(temperature=0, max_tokens=8, prompt_logprobs=3, ignore_eos=True)
+        *chunks, summary = [part async for part in drafting.client.generate(prompt, sampling=sampling)]
+        assert isinstance(summary, Summary)
+        assert (summary.usage.prefill_computed_tokens, summary.usage.disaggregated) == (70, not is_colocated)
+        assert_scored(chunks, prompt, expected)
+    assert drafted(await drafts) > 0
 
 
 async def test_stop_ids_end_an_answer_within_a_draft(drafting: Drafting, tiny_moe: TinyModel) -> None:

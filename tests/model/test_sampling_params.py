@@ -30,6 +30,7 @@ LIMITS = [
         ],
     ),
     ("num_logprobs", [None, 0, 20], [-1, 21]),
+    ("num_prompt_logprobs", [None, 0, 20], [-1, 21]),
 ]
 
 
@@ -46,7 +47,7 @@ def test_limits_name_the_field(field: str, good: list[object], bad: list[object]
     for value in bad:
         with pytest.raises(InvalidSampling) as raised:
             made(field, value)
-        assert raised.value.field == ("logprobs" if field == "num_logprobs" else field)
+        assert raised.value.field == field.removeprefix("num_")
         assert str(raised.value) == f"{raised.value.field} {raised.value.problem}"
 
 

@@ -78,8 +78,8 @@ class HandOver:
 
 
 class FakeWorker(prefill_pb2_grpc.PrefillServicer):
-    """`hooks` by name of the moment: prefill.start, .first, .committed, decode.start, .token, .left (its stream is open
-    still), handover.start, .left."""
+    """`hooks` by name of the moment: prefill.start, .scored (a part of the prompt), .first, .committed, decode.start,
+    .scored, .token, .left (its stream is open still), handover.start, .left."""
 
     def __init__(self, name: str, role: int, hand_over: HandOver, epoch: str, num_blocks: int) -> None:
         self.name = name
@@ -141,6 +141,9 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
         self.num_open += 1
         try:
             await self.at("prefill.start", request.attempt_id, len(request.token_ids))
+            for message in _scores(request):
+                yield prefill_pb2.PrefillResponse(prompt=message)
+                await self.at("prefill.scored", request.attempt_id, len(request.token_ids))
             token = next_token(request.token_ids)
             first = _tokens(request, [token], len(request.token_ids))
             yield prefill_pb2.PrefillResponse(first_token=first)
@@ -161,6 +164,9 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
             if not request.prefill_here:
                 await self._hand_over.of(request.attempt_id)
                 token_ids.append(next_token(token_ids))
+            for message in _scores(request) if request.prefill_here else ():
+                yield message
+                await self.at("decode.scored", request.attempt_id, len(request.token_ids))
             while True:
                 await self.at("decode.token", request.attempt_id, len(token_ids))
                 token_ids.append(next_token(token_ids))
@@ -292,6 +298,20 @@ def _tokens(
         reason = inference_pb2.FINISH_REASON_LENGTH
     text = "".join(f"<{token}>" for token in tokens)
     return inference_pb2.GenerateResponse(output_index=output_index, token_ids=tokens, text=text, finish_reason=reason)
+
+
+def _scores(
+    request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest,
+) -> list[inference_pb2.GenerateResponse]:
+    """Of the prompt's tokens, in two messages: each is as likely as its place says."""
+    if not request.sampling.HasField("prompt_logprobs"):
+        return []
+    entries = [inference_pb2.TokenLogprobs()] + [
+        inference_pb2.TokenLogprobs(chosen=inference_pb2.TokenLogprob(token_id=token, logprob=-place))
+        for place, token in enumerate(request.token_ids[1 : request.num_prompt_tokens], start=1)
+    ]
+    chunks = [inference_pb2.PromptChunk(logprobs=part) for part in (entries[:5], entries[5:])]
+    return [inference_pb2.GenerateResponse(prompt=chunk) for chunk in chunks]
 
 
 def _prefill_stats(request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillStats:

@@ -43,7 +43,9 @@ async def test_timeline_names_stages_and_workers_in_order(fleet: FakeFleet, clie
 
 
 async def test_workers_get_resolved_sampling_and_each_other(fleet: FakeFleet, client: PdserveClient) -> None:
-    await answer(client, Sampling(max_tokens=3, stop_token_ids=[7], stop=["é"], logit_bias={5: -1.5}))
+    await answer(
+        client, Sampling(max_tokens=3, stop_token_ids=[7], stop=["é"], logit_bias={5: -1.5}, prompt_logprobs=2)
+    )
     (prefill,) = [request for worker in all_workers(fleet, "p") for request in worker.prefills]
     (decode,) = [request for worker in all_workers(fleet, "d") for request in worker.decodes]
     target = fleet.workers[prefill.decode.worker_id]
@@ -54,11 +56,11 @@ async def test_workers_get_resolved_sampling_and_each_other(fleet: FakeFleet, cl
     assert prefill.sampling == decode.sampling
     assert list(prefill.sampling.stop_token_ids) == [7, 2]
     assert (list(prefill.sampling.stop), dict(prefill.sampling.logit_bias)) == (["é"], {5: -1.5})
+    assert prefill.sampling.prompt_logprobs == 2
     present = {field.name for field, _ in prefill.sampling.ListFields()}
     assert {field.name for field in prefill.sampling.DESCRIPTOR.fields} - present == {
         "logprobs",
         "max_draft_tokens",
-        "prompt_logprobs",
     }
 
 

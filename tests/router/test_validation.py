@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from model.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
-from protos.errors import DeadlineExceeded, InvalidArgument, NotFound, Unimplemented
+from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
 from router.validation import (
     Prompt,
     Request,
@@ -146,6 +146,8 @@ def test_other_model_is_not_found_and_the_one_served_is_named() -> None:
         ({"logit_bias": {-1: 1}}, "logit_bias", "has token id -1; 'tiny' has token ids 0 to 999"),
         ({"logit_bias": {7: 1, 8: math.nan}}, "logit_bias", "is nan for token id 8; it must be -100 to 100"),
         ({"logit_bias": {7: -100.5}}, "logit_bias", "is -100.5 for token id 7; it must be -100 to 100"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "is 21; it must be 0 to 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "is -1; it must be 0 to 20"),
         ({"logprobs": 21}, "logprobs", "0 to 20"),
         ({"logprobs": -1}, "logprobs", "0 to 20"),
     ],
@@ -220,16 +222,12 @@ def test_what_is_not_sampling_is_carried_and_have_defaults() -> None:
     assert carried(check_chat(spoken, CARD, 100, "minted")) == (9, "é" * 128, 16, False)
 
 
-@pytest.mark.parametrize(
-    "fields, field",
-    [
-        ({"sampling": {"prompt_logprobs": 0}}, "sampling.prompt_logprobs"),
-    ],
-)
-def test_what_is_not_served_yet_is_said_to_be(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(Unimplemented, match=f"{field} is not served yet") as caught:
-        generate(text="x", **fields)
-    assert caught.value.field == field
+def test_scores_of_a_prompt_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.validation.MAX_PROMPT_SCORES", len(IDS) * 4)
+    assert resolved(prompt_logprobs=3).sampling.num_prompt_logprobs == 3
+    with pytest.raises(InvalidArgument, match="is 4, for a prompt of 10 tokens; at most 40 logprobs") as caught:
+        resolved(prompt_logprobs=4)
+    assert caught.value.field == "sampling.prompt_logprobs"
 
 
 def test_deadline() -> None:
