@@ -23,12 +23,12 @@ class AnswerText:
     ) -> None:
         """`token_ids`: the prompt, then what was given out of the answer before, in which no stop text counted."""
         self._stops = sampling.stop
-        num_known = num_prompt_tokens if self._stops else len(token_ids)
-        self._detokenizer = Detokenizer(tokenizer, token_ids[:num_known], sampling.stop_token_ids)
+        known = token_ids[:num_prompt_tokens] if self._stops else token_ids
+        self._detokenizer = Detokenizer(tokenizer, known, sampling.stop_token_ids)
         self._held = ""
         self._pieces: list[str] = []
         self._is_cut = False
-        for token_id in token_ids[num_known:]:
+        for token_id in token_ids[len(known) :]:
             self.push(token_id, may_stop=False)
         self._pieces.clear()
 

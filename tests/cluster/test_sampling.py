@@ -14,7 +14,14 @@ from tests.cluster.tiny_model import TinyModel
 
 PROMPT = "Once upon a time"
 SAMPLING = Sampling(
-    temperature=0.9, top_p=0.95, seed=11, max_tokens=600, ignore_eos=True, presence_penalty=0.3, repetition_penalty=1.05
+    temperature=0.9,
+    top_p=0.95,
+    seed=11,
+    max_tokens=600,
+    ignore_eos=True,
+    presence_penalty=0.3,
+    repetition_penalty=1.05,
+    stop=["\ufffd" * 40 + "never"],  # seen half all the time: bytes at random are no characters, mostly
 )
 
 

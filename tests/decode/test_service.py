@@ -125,6 +125,33 @@ async def test_prefilled_and_decoded_here() -> None:
         assert await tokens_of(here(worker, "a", PROMPT, 9)) == answer_to(PROMPT, 9)
 
 
+async def test_prompt_scored_here_comes_before_the_answer_and_that_of_another_worker_is_not_told() -> None:
+    async with two_workers() as (prefill, decode):
+        request = decode_request("a", PROMPT, max_tokens=3, prefill_here=True)
+        request.sampling.prompt_logprobs = 0
+        with service_errors():
+            first, *messages = [message async for message in decode.decode_stub.Decode(request)]
+        assert [entry.chosen.token_id for entry in first.prompt.logprobs] == [0, *PROMPT[1:]]
+        assert not any(message.HasField("prompt") for message in messages)
+        assert [token for message in messages for token in message.token_ids] == answer_to(PROMPT, 3)
+        handed_over = decode_request("b", PROMPT, max_tokens=3)
+        handed_over.sampling.prompt_logprobs = 0
+        decoding = decode.decode_stub.Decode(handed_over)
+        prefilling = prefill.prefill_stub.Prefill(prefill_request("b", PROMPT, decode.target, max_tokens=3))
+        with service_errors():
+            messages = [message async for message in decoding]
+        prefilling.cancel()
+        assert not any(message.HasField("prompt") for message in messages)
+
+
+async def test_worker_refuses_a_bias_for_a_token_it_does_not_have() -> None:
+    async with one_worker() as worker:
+        request = decode_request("a", PROMPT, prefill_here=True)
+        request.sampling.logit_bias[256] = 1.0
+        with pytest.raises(InvalidArgument, match="logit_bias has 256; this worker's model has token ids 0 to 255"):
+            await tokens_of(worker.decode_stub.Decode(request))
+
+
 async def test_client_that_leaves_before_anything_arrived() -> None:
     """Whatever a prefill worker does for it later is refused."""
     async with two_workers() as (prefill, decode):

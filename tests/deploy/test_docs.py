@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import cli
+from model import sampling_params
+from protos import inference_pb2
+from router import validation
 
 ROOT = Path(__file__).resolve().parents[2]
 METRIC_FILES = [*ROOT.glob("*/metrics.py"), ROOT / "deploy" / "worker_metrics.py"]
@@ -25,7 +28,34 @@ def test_operations_lists_every_metric_and_no_other() -> None:
     assert listed == exported
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/hand-over.md", "docs/life-of-a-request.md", "docs/operations.md"])
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("grpc", "hand-over", "life-of-a-request", "operations"))]
+
+
+def test_grpc_page_tells_every_field_of_a_request_with_its_limits() -> None:
+    page = (ROOT / "docs" / "grpc.md").read_text()
+    requests = (inference_pb2.GenerateRequest, inference_pb2.ChatRequest, inference_pb2.SamplingParams)
+    fields = {field.name for request in requests for field in request.DESCRIPTOR.fields}
+    assert fields <= set(re.findall(r"`(\w+)`", page))
+    rows = {name: row for row in re.findall(r"^\| .*$", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    for name, limits in {
+        "request_id": (validation.MAX_REQUEST_ID_CHARACTERS,),
+        "session_id": (validation.MAX_SESSION_ID_CHARACTERS,),
+        "messages": (validation.MAX_MESSAGES,),
+        "n": (validation.MAX_CHOICES,),
+        "priority": (validation.MAX_PRIORITY, validation.DEFAULT_PRIORITY),
+        "temperature": (sampling_params.MAX_TEMPERATURE,),
+        "logit_bias": (sampling_params.MAX_LOGIT_BIASES, sampling_params.MAX_LOGIT_BIAS),
+        "stop_token_ids": (sampling_params.MAX_STOP_TOKEN_IDS,),
+        "stop": (sampling_params.MAX_STOP_TEXTS, sampling_params.MAX_STOP_TEXT_BYTES),
+        "logprobs": (sampling_params.MAX_LOGPROBS,),
+        "prompt_logprobs": (sampling_params.MAX_LOGPROBS, validation.MAX_PROMPT_SCORES),
+        "max_draft_tokens": (sampling_params.MAX_DRAFT_TOKENS,),
+    }.items():
+        told = {int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", rows[name])}
+        assert set(limits) <= told, name
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_files_named_exist(page: str) -> None:
     named = set(re.findall(r"[`(]((?:\w+/)+\w[\w-]*\.(?:py|proto|md))[`)]", (ROOT / page).read_text()))
     assert not {name for name in named if not (ROOT / name).exists()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from model.prompt_scores import PromptScores
 from model.runner import Chunk
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
@@ -102,6 +103,40 @@ def only_rows_that_want_a_token_have_logits(model: Model) -> None:
     close(found[0], model.expected(prompt))
 
 
+def prompts_are_scored(model: Model) -> None:
+    """In uneven chunks, while another decodes and a third is scored whole; what is computed again is scored once."""
+    first, second, third = tokens(75), tokens(30, seed=2), tokens(20, seed=3)
+    blocks, second_blocks, third_blocks = (model.take_blocks(len(text)) for text in (first, second, third))
+    model.logits(model.chunk(third, 0, 15, third_blocks))
+    scores = PromptScores(4, num_prompt_tokens=70)  # the last five were said already
+    whole = PromptScores(0, num_prompt_tokens=30)
+
+    def step(start: int, end: int, *others: Chunk) -> None:
+        chunk = Chunk(first[start:end], start, blocks, GREEDY if end == 75 else None, first, 70, scores=scores)
+        model.runner.execute([*others, chunk])
+
+    step(0, 1, model.chunk(third, 15, 16, third_blocks))
+    step(
+        1,
+        20,
+        replace(model.chunk(second, 0, 30, second_blocks), scores=whole),
+        model.chunk(third, 16, 17, third_blocks),
+    )
+    step(0, 12)
+    step(12, 66)
+    assert (scores.num_scored, scores.is_complete) == (66, False)
+    step(66, 75)
+    assert (scores.num_scored, scores.is_complete, whole.is_complete) == (69, True, True)
+    for text, found, count in ((first[:70], scores, 4), (second, whole, 0)):
+        laws = reference_logits(model.reference, text).log_softmax(-1)
+        for law, token_id, each in zip(laws, text[1:], found, strict=False):
+            assert abs(each.chosen - float(law[token_id])) < TOLERANCE
+            best = law.topk(count)
+            assert [token for token, _ in each.top] == best.indices.tolist()
+            assert all(abs(each.top[rank][1] - value) < TOLERANCE for rank, value in enumerate(best.values.tolist()))
+        assert len(list(found)) == len(text) - 1
+
+
 def trees_batched_with_everything_else(model: Model) -> None:
     """Behind one token and behind several, while others decode, draft a chain and are prefilled."""
     shapes = ((-1, -1, 0, 0, 1, 4, 2, -1), tuple(random.Random(node).randrange(-1, node) for node in range(30)))
@@ -145,6 +180,7 @@ CHECKS: tuple[Callable[[Model], None], ...] = (
     prefix_of_another_sequence,
     decode_batched_with_prefill,
     only_rows_that_want_a_token_have_logits,
+    prompts_are_scored,
     trees_batched_with_everything_else,
 )
 

@@ -15,6 +15,7 @@ from model import kernel_backend
 from model.kernels.library import KernelsUnavailable, builds
 from model.kv_cache import CacheDoesNotFit, num_blocks_that_fit
 from model.kv_layout import KVLayout
+from model.prompt_scores import PromptScores
 from model.runner import Chunk, ModelRunner, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
 from model.torch_runner import TorchRunner
@@ -71,6 +72,22 @@ def test_layer_done_comes_when_the_layer_is_in_the_cache(mixtral: Path) -> None:
 
     runner.execute([Chunk([1, 2, 3, 4, 5], 0, [3])], layer_done)
     assert seen == [(0, [True, False]), (1, [True, True])]
+
+
+def test_prompt_is_scored_with_few_rows_of_logits_at_a_time(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = TorchRunner.load(mixtral, num_blocks=40)
+    read, num_rows = runner.model.logits, []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return read(hidden)
+
+    monkeypatch.setattr(runner.model, "logits", logits)
+    prompt = random.Random(0).choices(range(VOCAB_SIZE), k=150)
+    scores = PromptScores(2, num_prompt_tokens=150)
+    runner.execute([Chunk(prompt, 0, blocks(10), GREEDY, prompt, 150, scores=scores)])
+    assert num_rows == [1, 64, 64, 21]
+    assert len(list(scores)) == 149
 
 
 def test_tokens_come_in_the_order_of_chunks(mixtral: Path) -> None:

@@ -174,6 +174,29 @@ async def test_failed_step_ends_its_prompt_and_gives_the_ticket_back() -> None:
         assert (await failure_of(decoding)).reason == "TICKET_ENDED"
 
 
+async def test_scored_prompt_comes_in_parts_before_its_token_and_is_computed_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtransfer.sequence_messages._SCORES_AT_ONCE", 16)  # eight tokens, with an alternative each
+    async with pair() as both:
+        for attempt_id in ("a", "b"):  # the second time the prefix cache has it
+            request = prefill_request(attempt_id, PROMPT, None, max_tokens=1)
+            request.sampling.prompt_logprobs = 1
+            with service_errors():
+                responses = [response async for response in both.prefill.prefill_stub.Prefill(request)]
+            *parts, first, last = responses
+            assert [response.WhichOneof("event") for response in parts] == ["prompt"] * 3
+            assert [len(part.prompt.prompt.logprobs) for part in parts] == [8, 8, 6]
+            scores = [entry for part in parts for entry in part.prompt.prompt.logprobs]
+            assert not scores[0].HasField("chosen")
+            assert [entry.chosen.token_id for entry in scores[1:]] == PROMPT[1:]
+            assert [[top.token_id for top in entry.top] for entry in scores[1:]] == [[token] for token in PROMPT[1:]]
+            assert list(first.first_token.token_ids) == answer_to(PROMPT, 1)
+            assert last.handed_over.prompt_tokens == inference_pb2.PromptTokens(computed=len(PROMPT))
+        _, stats = await read(both.prefill.prefill_stub.Prefill(prefill_request("c", PROMPT, None, max_tokens=1)))
+        assert stats.prompt_tokens.cached == len(PROMPT) // BLOCK * BLOCK
+
+
 @pytest.mark.parametrize("by_length", [True, False])
 async def test_one_token_that_is_the_last_gives_the_ticket_back(by_length: bool) -> None:
     (last,) = answer_to(PROMPT, 1)
