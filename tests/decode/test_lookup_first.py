@@ -16,6 +16,7 @@ from decode.drafter import Observed
 from decode.lookup_first import LookupFirst
 from decode.ngram import INDEXED_AT_A_QUESTION
 from decode.outlook import Outlook
+from model.prompt_scores import PromptScores
 from model.runner import Chunk, DraftingState
 from model.sampling_params import SamplingParams
 from model.transformer import ForwardOutput
@@ -96,7 +97,7 @@ def test_the_other_is_told_of_every_step_and_hands_over_what_it_knows() -> None:
 def test_chunk_with_another_state_is_the_same_otherwise() -> None:
     """Every field of it, whatever a chunk will have."""
     whole, state = chunk(NEW), DraftingState()
-    whole = replace(whole, num_prompt_tokens=3, parents=(-1,), sampling=SamplingParams(4))
+    whole = replace(whole, num_prompt_tokens=3, parents=(-1,), sampling=SamplingParams(4), scores=PromptScores(0, 3))
     names = {field.name for field in fields(Chunk)}
     assert all(getattr(whole, name) != getattr(Chunk((), 0, ()), name) for name in names)
     other = whole.with_state(state)
