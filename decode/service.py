@@ -22,7 +22,9 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_options import ReceiverOptions
 from kvtransfer.sender import Sender
 from kvtransfer.sequence_messages import (
+    check_followed,
     check_token_ids,
+    follow_grammar,
     prompt_messages,
     scores_for,
     sequence_from_message,
@@ -33,6 +35,7 @@ from kvtransfer.ticket import PeerDescription, ReceivedSequence, SenderIdentity
 from kvtransfer.unpacking import Unpacking
 from model.answer_text import AnswerText
 from model.block_pool import BlockPool
+from model.grammar import Grammars
 from model.runner import DraftingState, DraftingStates
 from model.sequence import Sequence
 from model.tokenizer import Tokenizer
@@ -60,11 +63,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         prompts_wait: Callable[[], bool] = lambda: False,
         verification: Verification | None = None,
         unpacking: Unpacking | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._pool = pool
         self._layout = description.layout
         self._description = description
         self._tokenizer = tokenizer
+        self._grammars = grammars or Grammars(tokenizer)
         self._vocab_size = vocab_size
         self._states = states
         self._wake = wake
@@ -94,6 +99,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         sequence = self._sequence(request)
+        await follow_grammar(sequence, self._grammars)
         if request.attempt_id in self._decoding:
             raise AlreadyExists(f"attempt_id {request.attempt_id!r} decodes here already", field="attempt_id")
         metrics.REQUESTS.inc()
@@ -235,6 +241,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._wake()
             async for tokens, is_last in decoding.outbox.batches():
                 finish_reason = sequence.finish_reason if is_last else None
+                if finish_reason is not None:
+                    check_followed(sequence)
                 if not tokens and finish_reason is None:
                     break
                 if (scores := sequence.scores) is not None:

@@ -35,6 +35,7 @@ from model.cache_folder import default_cache
 from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
 from model.engine import Engine
+from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.runner import Chunk, ModelRunner, StepOutput
 from model.tokenizer import Tokenizer
@@ -90,6 +91,7 @@ class Worker:
         tokenizer, model = Tokenizer.load(folder), ModelConfig.from_folder(folder)
         vocab_size = model.vocab_size
         self._max_context_tokens = max_context_tokens(config, folder)
+        grammars = Grammars(tokenizer)
         self._prefill = PrefillService(
             pool=self._pool,
             layout=runner.layout,
@@ -98,6 +100,7 @@ class Worker:
             vocab_size=vocab_size,
             states=runner,
             wake=self._wake,
+            grammars=grammars,
         )
         self._decode = DecodeService(
             pool=self._pool,
@@ -113,6 +116,7 @@ class Worker:
             prompts_wait=lambda: self._prefill.scheduler.can_run,
             verification=verification(config.verify_kv, sums, runner.layout, runner.num_blocks),
             unpacking=self._unpacking,
+            grammars=grammars,
         )
         self._engine = Engine(
             runner,

@@ -6,13 +6,15 @@ the router can pass a worker's bytes on untouched. The messages of the hand-over
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 from kvtransfer.ticket import HandoverTarget
+from model.grammar import GrammarRejected, Grammars
 from model.prompt_scores import PromptScores
 from model.runner import Logprobs, SampledToken
-from model.sampling_params import InvalidSampling, SamplingParams
+from model.sampling_params import Grammar, GrammarKind, InvalidSampling, SamplingParams
 from model.sequence import FinishReason, Sequence
 from protos import decode_pb2, prefill_pb2
 from protos import inference_pb2 as pb
@@ -96,9 +98,35 @@ def sampling_from_message(message: pb.SamplingParams) -> SamplingParams:
             stop=tuple(message.stop),
             logit_bias=tuple(message.logit_bias.items()),
             num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            grammar=grammar_from_message(message),
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None
+
+
+def grammar_from_message(message: pb.SamplingParams) -> Grammar | None:
+    kind = message.WhichOneof("grammar")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(message, kind))
+
+
+async def follow_grammar(sequence: Sequence, grammars: Grammars) -> None:
+    """Gives the sequence its matcher, if it needs one. Raises InvalidArgument."""
+    grammar = sequence.sampling.grammar
+    if grammar is None:
+        return
+    try:
+        sequence.matcher = await asyncio.to_thread(grammars.matcher, grammar)
+    except GrammarRejected as error:
+        raise InvalidArgument(
+            f"sampling.{grammar.kind.value}: {error}", field=f"sampling.{grammar.kind.value}"
+        ) from None
+
+
+def check_followed(sequence: Sequence) -> None:
+    """At the end of an answer. Raises InvalidArgument if it could not be kept to its grammar."""
+    if sequence.matcher is not None and sequence.matcher.problem and sequence.sampling.grammar is not None:
+        field = f"sampling.{sequence.sampling.grammar.kind.value}"
+        raise InvalidArgument(f"{field} could not be followed to its end: {sequence.matcher.problem}", field=field)
 
 
 def tokens_message(

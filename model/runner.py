@@ -16,6 +16,7 @@ from model.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from model.grammar import Matcher
     from model.prompt_scores import PromptScores
 
 LayerDone = Callable[[int], None]
@@ -49,6 +50,7 @@ class Chunk:
     drafting: DraftingState = field(default_factory=lambda: DraftingState())
     parents: Sequence[int] | None = None  # index of a node, -1 for the token before the first
     scores: PromptScores | None = None
+    matcher: Matcher | None = None  # of the sequence, if it has to match a grammar
 
     def with_state(self, drafting: DraftingState) -> Chunk:
         """Field by field: it is done for every chunk of every step, and `dataclasses.replace` takes twice as long."""
@@ -63,6 +65,7 @@ class Chunk:
             drafting,
             self.parents,
             self.scores,
+            self.matcher,
         )
 
 

@@ -1,8 +1,8 @@
 """Logits to tokens, for a whole batch at once. Which token a row gets depends on its own logits and parameters only.
 
-Order: biases, penalties, min_tokens, temperature, top-k, top-p, min-p, then the largest of score + Gumbel noise, which
-is keyed by (seed, position, token id). A filter keeps every token that ties with the last one it has to keep. It
-knows nothing of models or caches. Letters: R rows, F rows with filters, V vocabulary, K tokens that passed.
+Order: biases, penalties, min_tokens, grammar, temperature, top-k, top-p, min-p, then the largest of score + Gumbel
+noise, which is keyed by (seed, position, token id). A filter keeps every token that ties with the last one it has to
+keep. It knows nothing of models or caches. Letters: R rows, F rows with filters, V vocabulary, K tokens that passed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from model.adjusting import adjust
 from model.logprobs import token_logprobs
 from model.randomness import Purpose, gumbel_noise, seed_tensor
 from model.runner import Chunk, NonFiniteLogits, SampledToken
 from model.sampling_params import SamplingParams
-from model.text_counts import CountedText, Counts
+
+if TYPE_CHECKING:
+    from model.grammar import Matcher
 
 COLDEST = 1e-6  # temperatures below are taken as this: dividing by them would overflow
 _NUMBERS_AT_ONCE = 2**17  # random numbers per tile: more would leave the processor's cache
@@ -34,11 +37,12 @@ class Row:
     num_prompt_tokens: int
     sampling: SamplingParams
     drafted: Sequence[int] = ()  # apart, so that the positions of a draft share their history
+    matcher: Matcher | None = None
 
     @classmethod
     def behind(cls, chunk: Chunk, drafted: Sequence[int] = ()) -> Row:
         assert chunk.sampling is not None, "this chunk wants no token"
-        return cls(chunk.history, chunk.num_prompt_tokens, chunk.sampling, drafted)
+        return cls(chunk.history, chunk.num_prompt_tokens, chunk.sampling, drafted, chunk.matcher)
 
     @property
     def position(self) -> int:
@@ -52,7 +56,7 @@ class Row:
     @property
     def is_plain_greedy(self) -> bool:
         sampling = self.sampling
-        is_adjusted = sampling.logit_bias or sampling.has_penalties or self.must_go_on
+        is_adjusted = self.matcher or sampling.logit_bias or sampling.has_penalties or self.must_go_on
         return sampling.is_greedy and not is_adjusted
 
 
@@ -93,7 +97,7 @@ def processed_scores(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     Tokens that are forbidden or filtered out are -infinity. The logits must be finite, as `sample` demands.
     """
     scores = logits.to(torch.float32, copy=True)
-    _adjust(scores, rows)
+    adjust(scores, rows)
     drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
     if drawn:
         params = [rows[index].sampling for index in drawn]
@@ -108,7 +112,7 @@ def processed_scores(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def choose(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     """Tokens [R] of rows that are not plain greedy, from their logits. Overwrites `scores` [R, V], float32."""
-    _adjust(scores, rows)
+    adjust(scores, rows)
     drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
     if len(drawn) == len(rows):
         return _filter_and_draw(scores, rows)
@@ -116,72 +120,6 @@ def choose(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     if drawn:
         tokens[drawn] = _filter_and_draw(scores[drawn], [rows[index] for index in drawn])
     return tokens
-
-
-def _adjust(scores: Tensor, rows: Sequence[Row]) -> None:
-    """Biases, penalties and min_tokens, in place."""
-    biased = [index for index, row in enumerate(rows) if row.sampling.logit_bias]
-    if biased:
-        _bias(scores, biased, [rows[index].sampling for index in biased])
-    penalised = [index for index, row in enumerate(rows) if row.sampling.has_penalties]
-    if penalised:
-        _penalise(scores, penalised, [rows[index] for index in penalised])
-    for index, row in enumerate(rows):
-        if row.must_go_on:
-            scores[index, [token for token in row.sampling.stop_token_ids if token < scores.shape[1]]] = -math.inf
-
-
-def _bias(scores: Tensor, indexes: Sequence[int], params: Sequence[SamplingParams]) -> None:
-    """Of all rows at once. What a model has no logit for is left out."""
-    triples = [
-        (index, token_id, bias)
-        for index, of_row in zip(indexes, params, strict=True)
-        for token_id, bias in of_row.logit_bias
-        if token_id < scores.shape[1]
-    ]
-    if triples:
-        rows, token_ids, biases = zip(*triples, strict=True)
-        places = torch.tensor([rows, token_ids], device=scores.device)
-        scores[places[0], places[1]] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
-
-
-def _penalise(scores: Tensor, indexes: Sequence[int], rows: Sequence[Row]) -> None:
-    """Scores [R, V]: repetition over prompt and output, as Hugging Face; presence and frequency over output, as OpenAI.
-
-    All rows at once, each token of a row's text once: their number is N.
-    """
-    texts = _counts(rows)
-    lens = [len(token_ids) for token_ids, _ in texts]
-
-    def spread(values: Sequence[float] | Sequence[int], dtype: torch.dtype) -> Tensor:  # [R] -> [N]
-        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(lens)).to(scores.device)
-
-    params = [row.sampling for row in rows]
-    places = (
-        spread(indexes, torch.int64),
-        torch.from_numpy(np.concatenate([token_ids for token_ids, _ in texts])).to(scores.device),
-    )
-    repetition = spread([p.repetition_penalty for p in params], torch.float32)
-    before = scores[places]
-    after = torch.where(before < 0, before * repetition, before / repetition)
-    after.nan_to_num_(-math.inf, torch.finfo(after.dtype).max, -math.inf)  # a tiny penalty overflows
-    counts = torch.from_numpy(np.concatenate([counts for _, counts in texts])).to(scores.device)
-    frequency = spread([p.frequency_penalty for p in params], torch.float32)
-    presence = spread([p.presence_penalty for p in params], torch.float32)
-    after -= frequency * counts + presence * (counts > 0)
-    scores[places] = after
-
-
-def _counts(rows: Sequence[Row]) -> list[Counts]:
-    """Of each row. Those of a draft share their history: it is counted once."""
-    known: dict[tuple[int, int], CountedText] = {}
-    found = []
-    for row in rows:
-        key = id(row.history), row.num_prompt_tokens
-        if key not in known:
-            known[key] = CountedText.of(row.history, row.num_prompt_tokens)
-        found.append(known[key].with_output(row.drafted))
-    return found
 
 
 def _cool(scores: Tensor, params: Sequence[SamplingParams]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
@@ -9,6 +10,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES, MAX_LOGIT_BIAS = 1024, 100.0
 MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
+MAX_GRAMMAR_BYTES = 64 * 2**10
 MAX_DRAFT_TOKENS = 64
 # Beyond these a text is noise, and much further on scores leave the range of float32.
 MAX_TEMPERATURE = 100.0
@@ -22,6 +24,22 @@ class InvalidSampling(ValueError):
         super().__init__(f"{field} {problem}")
         self.field = field
         self.problem = problem
+
+
+class GrammarKind(enum.Enum):
+    """Named as the fields of the message."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to match, from its first token to its last."""
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +62,7 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     stop: tuple[str, ...] = ()  # texts that end the answer, and are no part of it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check(self, "max_tokens", self.max_tokens >= 1, "at least 1")
@@ -74,6 +93,19 @@ class SamplingParams:
                 raise InvalidSampling(
                     "stop", f"has a text of {num_bytes} bytes; each must have 1 to {MAX_STOP_TEXT_BYTES}"
                 )
+
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        field, num_bytes = self.grammar.kind.value, len(self.grammar.text.encode())
+        if not 1 <= num_bytes <= MAX_GRAMMAR_BYTES:
+            raise InvalidSampling(field, f"has {num_bytes} bytes; it must have 1 to {MAX_GRAMMAR_BYTES}")
+        if self.min_tokens:
+            raise InvalidSampling(
+                "min_tokens", f"is {self.min_tokens}; with {field} it must be 0: what is matched ends"
+            )
 
     def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIASES:

@@ -12,6 +12,7 @@ from model.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from model.answer_text import AnswerText
+    from model.grammar import Matcher
     from model.prompt_scores import PromptScores
 
 
@@ -40,6 +41,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     text: AnswerText | None = None
     scores: PromptScores | None = None
+    matcher: Matcher | None = None  # if its output has to match a grammar
     drafting: DraftingState = field(default_factory=DraftingState)
     _hashes: list[BlockHash] = field(default_factory=list)
     _num_published: int = 0
@@ -88,6 +90,7 @@ class Sequence:
             num_draft_tokens,
             self.drafting,
             scores=self.scores,
+            matcher=self.matcher,
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:

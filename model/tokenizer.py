@@ -63,6 +63,11 @@ class Tokenizer:
             _chat_template(folder, config),
         )
 
+    def to_json(self) -> str:
+        """As tokenizer.json has it, without what it does to the length of a text."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str) -> list[int]:
         """With what the tokenizer itself puts around a text (such as a begin token)."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids

@@ -12,6 +12,8 @@ from kvtransfer.errors import DecodePoolFull
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.sender import Sender
 from kvtransfer.sequence_messages import (
+    check_followed,
+    follow_grammar,
     prompt_messages,
     scores_for,
     sequence_from_message,
@@ -21,6 +23,7 @@ from kvtransfer.sequence_messages import (
 from kvtransfer.ticket import SendStats
 from model.answer_text import AnswerText
 from model.block_pool import BlockPool
+from model.grammar import Grammars
 from model.kv_layout import KVLayout
 from model.runner import DraftingStates, SampledToken
 from model.sequence import Sequence
@@ -50,11 +53,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         vocab_size: int,
         states: DraftingStates,
         wake: Callable[[], None],
+        grammars: Grammars | None = None,
     ) -> None:
         self._pool = pool
         self._layout = layout
         self._sender = sender
         self._tokenizer = tokenizer
+        self._grammars = grammars or Grammars(tokenizer)
         self._vocab_size = vocab_size
         self._states = states
         self._wake = wake
@@ -65,16 +70,19 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        sequence = self._sequence(request)
+        await follow_grammar(sequence, self._grammars)
         if request.attempt_id in self._calls:
             raise AlreadyExists(f"attempt_id {request.attempt_id!r} is being prefilled already", field="attempt_id")
-        call = _Call(request, self._sequence(request))
+        call = _Call(request, sequence)
         self._calls[request.attempt_id] = call
         metrics.REQUESTS.inc()
         try:
             self.scheduler.add(call.prefilling)
             self._wake()
             token = await call.first_token
-            text = self._appended(call.prefilling.sequence, token)
+            text = self._appended(sequence, token)
+            check_followed(sequence)
             call.first_token_at = time.monotonic()
             for message in _scored_prompt(call.prefilling.sequence):
                 yield prefill_pb2.PrefillResponse(prompt=message)

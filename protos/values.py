@@ -41,11 +41,16 @@ class Sampling:
     stop: Sequence[str] = ()  # texts
     logit_bias: Mapping[int, float] | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | None = None  # at most one of these: what the answer has to match
+    regex: str | None = None
+    lark: str | None = None
 
     def to_message(self) -> pb.SamplingParams:
         """Raises ValueError or TypeError for what a field cannot hold."""
         if isinstance(self.stop, str):  # whose characters would be taken for texts
             raise TypeError("stop is a text; it must be a sequence of texts")
+        if sum(grammar is not None for grammar in (self.json_schema, self.regex, self.lark)) > 1:
+            raise ValueError("json_schema, regex and lark exclude each other: give one of them")
         return pb.SamplingParams(**{name: getattr(self, name) for name in self.__slots__})
 
 

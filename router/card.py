@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from model.chat_template import ChatMessage
+from model.grammar import Grammars
 from model.tokenizer import Spelling
 
 
@@ -22,7 +23,7 @@ class TextTokenizer(Spelling, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """`tokenizer_digest`, if known, is what workers must have too."""
+    """`tokenizer_digest`, if known, is what workers must have too. `grammars` compile those that answers must match."""
 
     name: str
     architecture: str
@@ -31,3 +32,4 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
     tokenizer: TextTokenizer
     tokenizer_digest: str = ""
+    grammars: Grammars | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from typing import Any
 
 from model.kv_layout import KVLayout
 from protos import decode_pb2, inference_pb2, prefill_pb2, workers_pb2
@@ -168,6 +169,8 @@ def _sampling_message(request: Request, token_ids: Sequence[int]) -> inference_p
     """Resolved: nothing is left for a worker to choose. The prompt's logprobs came with the first token."""
     sampling = request.sampling
     is_resumed = len(token_ids) > len(request.token_ids)
+    grammar = sampling.grammar
+    of_kind: dict[str, Any] = {} if grammar is None else {grammar.kind.value: grammar.text}
     return inference_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -186,4 +189,5 @@ def _sampling_message(request: Request, token_ids: Sequence[int]) -> inference_p
         stop=sampling.stop,
         logit_bias=dict(sampling.logit_bias),
         prompt_logprobs=None if is_resumed else sampling.num_prompt_logprobs,
+        **of_kind,
     )

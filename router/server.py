@@ -16,6 +16,7 @@ import prometheus_client
 from model.cache_folder import default_cache
 from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
+from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import workers_pb2_grpc
@@ -46,6 +47,7 @@ def load_card(name: str, folder: Path) -> ModelCard:
         eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *tokenizer.eos_token_ids))),
         tokenizer=tokenizer,
         tokenizer_digest=tokenizer_digest(folder),
+        grammars=Grammars(tokenizer),
     )
 
 

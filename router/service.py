@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 
 from model.chat_template import ChatRejected, NoChatTemplate
+from model.grammar import GrammarRejected
+from model.sampling_params import Grammar
 from protos import inference_pb2 as pb
 from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
@@ -113,6 +115,7 @@ class InferenceService:
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
+                await self._check_grammar(request.sampling.grammar)
                 async with aclosing(self._messages(request, clock, deadline_at)) as messages:
                     async for raw in messages:
                         yield raw
@@ -139,6 +142,18 @@ class InferenceService:
             raise FailedPrecondition(str(error), field="messages") from None
         except ChatRejected as error:
             raise InvalidArgument(str(error), field="messages") from None
+
+    async def _check_grammar(self, grammar: Grammar | None) -> None:
+        """In a thread, as it may take a while; the workers compile it too, but here nothing has been done yet."""
+        if grammar is None:
+            return
+        field = f"sampling.{grammar.kind.value}"
+        if self._card.grammars is None:
+            raise FailedPrecondition("the router has no tokenizer to compile a grammar with", field=field)
+        try:
+            await asyncio.to_thread(self._card.grammars.matcher, grammar)
+        except GrammarRejected as error:
+            raise InvalidArgument(f"{field}: {error}", field=field) from None
 
     def _context_limit(self) -> TokenLimit:
         return context_limit(self._card, self._table.max_context_tokens)

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from model.chat_template import ChatMessage
-from model.sampling_params import MAX_STOP_TEXTS, MAX_STOP_TOKEN_IDS, InvalidSampling, SamplingParams
+from model.sampling_params import (
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKEN_IDS,
+    Grammar,
+    GrammarKind,
+    InvalidSampling,
+    SamplingParams,
+)
 from protos import inference_pb2 as pb
 from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
 from router.card import ModelCard
@@ -222,6 +229,7 @@ def _sampling(message: pb.SamplingParams, card: ModelCard, room: int, drawn_seed
             stop=tuple(message.stop[: MAX_STOP_TEXTS + 1]),
             logit_bias=tuple(sorted(message.logit_bias.items())),
             num_prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
+            grammar=_grammar(message),
         )
     except InvalidSampling as error:
         raise InvalidArgument(f"sampling.{error}", field=f"sampling.{error.field}") from None
@@ -235,6 +243,18 @@ def _check_scores(num_tokens: int, sampling: SamplingParams) -> None:
         f"{MAX_PROMPT_SCORES} logprobs of a prompt are told, those of alternatives among them",
         field="sampling.prompt_logprobs",
     )
+
+
+def _grammar(message: pb.SamplingParams) -> Grammar | None:
+    kind = message.WhichOneof("grammar")
+    if kind is None:
+        return None
+    if message.ignore_eos:
+        raise InvalidArgument(
+            f"sampling.ignore_eos is true; with {kind} it must be false: only an end token ends what is matched",
+            field="sampling.ignore_eos",
+        )
+    return Grammar(GrammarKind(kind), getattr(message, kind))
 
 
 def _check_in_vocabulary(field: str, token_ids: Iterable[int], card: ModelCard) -> None:

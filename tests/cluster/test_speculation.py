@@ -6,8 +6,10 @@ All clusters draft the same number in every step, so that nothing here depends o
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from model.tokenizer import Detokenizer, Tokenizer
 from protos import decode_pb2, decode_pb2_grpc
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
+from protos.errors import InvalidArgument
 from protos.values import Sampling, Summary
 from tests.cluster.asking import Answered, ask, assert_at_rest
 from tests.cluster.draft_heads import write_head
@@ -197,6 +200,56 @@ async def test_prompt_is_scored_beside_drafting(drafting: Drafting, tiny_moe: Ti
         assert (summary.usage.prefill_computed_tokens, summary.usage.disaggregated) == (70, not is_colocated)
         assert_scored(chunks, prompt, expected)
     assert drafted(await drafts) > 0
+
+
+@pytest.mark.parametrize("is_colocated", [False, True], ids=["handed over", "colocated"])
+async def test_answers_match_their_grammar_and_greedy_ones_are_as_without_drafts(
+    drafting: Drafting, is_colocated: bool
+) -> None:
+    """After the hand-over the grammar is followed from the tokens; a draft that breaks it is not accepted."""
+    if is_colocated:
+        await drafting.colocate()
+    schema = {"type": "array", "items": {"enum": ["yes", "no", 12]}, "minItems": 3, "maxItems": 6}
+    pattern = "(ab|cd|[0-9]{2}){4,9}!"
+    base = Sampling(temperature=0, max_tokens=100)
+    kinds = [
+        replace(base, regex=pattern),
+        replace(base, json_schema=json.dumps(schema)),
+        replace(base, lark=f"start: /{pattern}/"),
+    ]
+    asked = [[3 + token_id % 90 for token_id in prompt] for prompt in repetitive(9)]  # no half of a character before it
+    greedy = [(prompt, kinds[index % 3]) for index, prompt in enumerate(asked)]
+    drawn = [
+        (prompt, replace(sampling, temperature=1.5, seed=index)) for index, (prompt, sampling) in enumerate(greedy)
+    ]
+    answers = await drafting.ask_all([*greedy, *drawn])
+    plain = await drafting.ask_all([(prompt, off(sampling)) for prompt, sampling in greedy])
+    assert [answered.token_ids for answered in answers[: len(greedy)]] == [answered.token_ids for answered in plain]
+    for (_, sampling), answered in zip([*greedy, *drawn], answers, strict=True):
+        assert answered.finish_reason == "stop" and answered.token_ids[-1] == EOS
+        if sampling.json_schema is None:
+            assert re.fullmatch(pattern, answered.text)
+        else:
+            found = json.loads(answered.text)
+            assert 3 <= len(found) <= 6 and set(found) <= {"yes", "no", 12}
+    assert len({answered.text for answered in answers[len(greedy) :]}) > 3  # it is drawn, not forced
+    assert drafted(answers) > 0
+
+
+async def test_grammars_that_cannot_be_followed_are_refused(drafting: Drafting) -> None:
+    refused = {
+        "regex": [Sampling(regex="[a"), Sampling(regex="")],
+        "json_schema": [Sampling(json_schema='{"type": "none"}')],
+        "lark": [Sampling(lark="start: nowhere")],
+    }
+    for name, samplings in refused.items():
+        for sampling in samplings:
+            with pytest.raises(InvalidArgument, match=f"sampling.{name}") as caught:
+                await ask(drafting.client, [5, 6], sampling)
+            assert caught.value.field == f"sampling.{name}"
+    for wrong in (Sampling(regex="a", ignore_eos=True), Sampling(regex="a", min_tokens=2, max_tokens=3)):
+        with pytest.raises(InvalidArgument, match="with regex it must be"):
+            await ask(drafting.client, [5, 6], wrong)
 
 
 async def test_stop_ids_end_an_answer_within_a_draft(drafting: Drafting, tiny_moe: TinyModel) -> None:
