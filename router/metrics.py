@@ -29,6 +29,7 @@ STAGE_SECONDS = Histogram("pdserve_router_stage_seconds", "Parts of a request.",
 RETRIES = Counter("pdserve_router_retries", "Requests placed again before their first token.")
 RESUMES = Counter("pdserve_router_resumes", "Requests placed again after their first token.")
 MOVES = Counter("pdserve_router_moves", "Running sequences taken away from a decode worker that leaves.", ["outcome"])
+STORE_AWAY = Gauge("pdserve_router_store_away", "1 while the store that routers share does not answer.")
 LEG_FAILURES = Counter("pdserve_router_leg_failures", "Calls to workers that failed, by reason.", ["reason"])
 
 

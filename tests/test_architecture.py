@@ -62,7 +62,7 @@ MODEL_SEEN_BY = {
     },
 }
 
-ONLY_FILE = {"nixl": "kvtransfer/nixl_agent.py", "redis": None, "ray": None}
+ONLY_FILE = {"nixl": "kvtransfer/nixl_agent.py", "redis": "router/redis_store.py", "ray": None}
 
 # The edges, where messages become our own dataclasses and back.
 EDGES = {
