@@ -39,7 +39,7 @@ from model.grammar import Grammars
 from model.runner import DraftingState, DraftingStates
 from model.sequence import Sequence
 from model.tokenizer import Tokenizer
-from protos import decode_pb2, decode_pb2_grpc, inference_pb2
+from protos import decode_pb2, decode_pb2_grpc, inference_pb2, tracing
 from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
@@ -103,12 +103,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if request.attempt_id in self._decoding:
             raise AlreadyExists(f"attempt_id {request.attempt_id!r} decodes here already", field="attempt_id")
         metrics.REQUESTS.inc()
-        decoding = DecodeSequence(sequence, Outbox())
-        if not request.prefill_here:
-            await self._take_over(request.attempt_id, decoding)
-        async with aclosing(self._stream(decoding)) as answer:
-            async for message in answer:
-                yield message
+        decoding, called_at = DecodeSequence(sequence, Outbox()), time.monotonic()
+        with tracing.span(
+            "decode", tracing.incoming.get(), request_id=request.request_id, attempt_id=request.attempt_id
+        ) as span:
+            if not request.prefill_here:
+                await self._take_over(request.attempt_id, decoding)
+                span.part("arrival", called_at, decoding.added_at, tokens=decoding.num_received_tokens)
+            try:
+                async with aclosing(self._stream(decoding)) as answer:
+                    async for message in answer:
+                        yield message
+            finally:
+                _trace(span, decoding)
 
     async def HandOver(self, request: decode_pb2.HandOverRequest, context: Context) -> decode_pb2.HandOverResponse:
         target = target_from_message(request.target, "target")
@@ -259,6 +266,20 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         finally:
             del self._decoding[sequence.sequence_id]
             self.scheduler.remove(decoding)
+
+
+def _trace(span: tracing.Span, decoding: DecodeSequence) -> None:
+    ended_at = decoding.ended_at or time.monotonic()
+    started_at = decoding.started_at or ended_at
+    span.part("wait", decoding.added_at, started_at)
+    span.part(
+        "generate",
+        started_at,
+        ended_at,
+        steps=decoding.num_steps,
+        drafted_tokens=decoding.num_drafted_tokens,
+        accepted_tokens=decoding.num_accepted_tokens,
+    )
 
 
 def _stats(decoding: DecodeSequence) -> inference_pb2.DecodeStats:

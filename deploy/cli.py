@@ -15,6 +15,7 @@ from rich.console import Console
 from deploy import options
 from deploy.logs import configure_logging
 from deploy.process import follow_parent
+from deploy.tracing import otlp_option, traced
 
 if TYPE_CHECKING:
     from deploy.conversation import Asking
@@ -95,6 +96,7 @@ def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_thr
 @options.threads_option
 @options.worker_options
 @options.drain_option
+@otlp_option
 @click.pass_context
 def up(context: click.Context, /, **settings: Any) -> None:
     """Start a router and workers on this machine. Ctrl-C lets them finish and ends them all."""
@@ -116,6 +118,7 @@ def up(context: click.Context, /, **settings: Any) -> None:
 @options.faults_option
 @options.drain_option
 @options.log_option
+@otlp_option
 def worker(log_level: str, **settings: Any) -> None:
     """Run one worker in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
@@ -123,7 +126,8 @@ def worker(log_level: str, **settings: Any) -> None:
     from deploy.worker import serve_worker
     from deploy.worker_config import WorkerConfig
 
-    asyncio.run(serve_worker(WorkerConfig(**settings)))
+    with traced("pdserve-worker", settings["worker_id"] or f"{os.getpid()}"):
+        asyncio.run(serve_worker(WorkerConfig(**settings)))
 
 
 @cli.command()
@@ -133,6 +137,7 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.metrics_option
 @options.drain_option
 @options.log_option
+@otlp_option
 def router(log_level: str, **settings: Any) -> None:
     """Run the router in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
@@ -140,7 +145,8 @@ def router(log_level: str, **settings: Any) -> None:
     from router.config import RouterConfig
     from router.server import serve_router
 
-    asyncio.run(serve_router(RouterConfig(**settings)))
+    with traced("pdserve-router", f"{settings['host']}:{settings['port']}"):
+        asyncio.run(serve_router(RouterConfig(**settings)))
 
 
 @cli.command()

@@ -30,7 +30,7 @@ from model.sequence import Sequence
 from model.tokenizer import Tokenizer
 from prefill import metrics
 from prefill.scheduler import PrefillScheduler, PrefillSequence
-from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import inference_pb2, prefill_pb2, prefill_pb2_grpc, tracing
 from protos.calls import Context
 from protos.errors import AlreadyExists, Internal, InvalidArgument, ServiceError
 
@@ -77,19 +77,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         call = _Call(request, sequence)
         self._calls[request.attempt_id] = call
         metrics.REQUESTS.inc()
-        try:
-            self.scheduler.add(call.prefilling)
-            self._wake()
-            token = await call.first_token
-            text = self._appended(sequence, token)
-            check_followed(sequence)
-            call.first_token_at = time.monotonic()
-            for message in _scored_prompt(call.prefilling.sequence):
-                yield prefill_pb2.PrefillResponse(prompt=message)
-            yield prefill_pb2.PrefillResponse(first_token=_first_token(call, token, text))
-            yield prefill_pb2.PrefillResponse(handed_over=await self._hand_over(call, token))
-        finally:
-            await asyncio.shield(self._ending(call))
+        with tracing.span(
+            "prefill", tracing.incoming.get(), request_id=request.request_id, attempt_id=request.attempt_id
+        ) as span:
+            try:
+                self.scheduler.add(call.prefilling)
+                self._wake()
+                token = await call.first_token
+                text = self._appended(sequence, token)
+                check_followed(sequence)
+                call.first_token_at = time.monotonic()
+                for message in _scored_prompt(sequence):
+                    yield prefill_pb2.PrefillResponse(prompt=message)
+                yield prefill_pb2.PrefillResponse(first_token=_first_token(call, token, text))
+                stats = await self._hand_over(call, token)
+                call.trace(span, stats)
+                yield prefill_pb2.PrefillResponse(handed_over=stats)
+            finally:
+                await asyncio.shield(self._ending(call))
 
     async def close(self) -> None:
         """Ends every call that is still open; their clients get UNAVAILABLE from the server's own stop."""
@@ -223,3 +228,17 @@ class _Call:
             sent_tokens=sent.sent_tokens,
             sent_bytes=sent.sent_bytes,
         )
+
+    def trace(self, span: tracing.Span, stats: prefill_pb2.PrefillStats) -> None:
+        started_at, computed_at = self.first_token_at - stats.compute_s, self.first_token_at
+        span.part("queue", started_at - stats.queue_s, started_at)
+        span.part(
+            "compute",
+            started_at,
+            computed_at,
+            computed_tokens=stats.prompt_tokens.computed,
+            cached_tokens=stats.prompt_tokens.cached,
+        )
+        if stats.sent_tokens:
+            handed_over_at = computed_at + stats.handover_s
+            span.part("hand-over", computed_at, handed_over_at, tokens=stats.sent_tokens, bytes=stats.sent_bytes)

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
 
-from protos import metrics
+from protos import metrics, tracing
 from protos.errors import DETAILS_KEY, Internal, InvalidArgument, ServiceError, to_status
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def call(request: Any, context: Context) -> Any:
             """Of streams too: what they yield is written here, so that they are closed at once when the call ends."""
+            tracing.incoming.set(tracing.headers_of(context.invocation_metadata()))
             with self._counted(method) as outcome:
                 try:
                     answer = behavior(_parsed(request, parse) if handler.request_streaming else parse(request), context)

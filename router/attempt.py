@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, tracing
 from protos.channel import bytes_stream, service_errors
 from protos.errors import ServiceError, WorkerLost, from_rpc_error, is_connection_failure
 from router.links import Link, Links
@@ -71,6 +71,7 @@ class Attempt:
     timeout_s: float | None
     links: Links
     arrives: bool = False
+    span: tracing.Span = tracing.NO_SPAN
     started_at: float = field(default_factory=time.monotonic)
     prefill_stats: prefill_pb2.PrefillStats | None = None
     scored_prompt: list[bytes] = field(
@@ -168,7 +169,9 @@ class Attempt:
     async def _decode_leg(self, worker: Candidate, *, prefill_here: bool) -> AsyncIterator[DecodeLeg]:
         request = decode_request(self.request, self.attempt_id, self.token_ids, prefill_here=prefill_here)
         async with self.links.to(worker) as link:
-            call = bytes_stream(link.channel, DECODE_METHOD)(request.SerializeToString(), timeout=self.timeout_s)
+            call = bytes_stream(link.channel, DECODE_METHOD)(
+                request.SerializeToString(), timeout=self.timeout_s, metadata=self.span.headers
+            )
             with link.follow(call):
                 yield DecodeLeg(worker, link, call)
 
@@ -178,7 +181,9 @@ class Attempt:
         """Fulfils `first`, and ends when the hand-over has. Raises AttemptFailed."""
         request = prefill_request(self.request, self.attempt_id, self.token_ids, decode)
         async with self.links.to(worker) as link:
-            call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=self.timeout_s)
+            call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(
+                request, timeout=self.timeout_s, metadata=self.span.headers
+            )
             with link.follow(call), _leg(worker, link):
                 async for response in call:
                     if response.HasField("prompt"):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from protos import inference_pb2 as pb
 from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, InvalidArgument, NoWorker
+from protos.tracing import Span
 from router import metrics
 from router.attempt import Attempt, AttemptFailed, ended_early
 from router.config import RelayPolicy
@@ -118,9 +119,10 @@ class Relay:
                 attempt = await self._next_attempt(progress, attempt)
                 progress.placement = attempt.placement
                 try:
-                    async with aclosing(self._run(attempt, progress)) as messages:
-                        async for raw in messages:
-                            yield raw
+                    with attempt.span:
+                        async with aclosing(self._run(attempt, progress)) as messages:
+                            async for raw in messages:
+                                yield raw
                 except AttemptFailed as failure:
                     progress.read_back()
                     if progress.last is None:
@@ -146,20 +148,23 @@ class Relay:
             placement=placement,
             timeout_s=progress.remaining_s,
             links=self._links,
+            span=_attempt_span(progress, placement),
         )
 
     def _moved_attempt(self, progress: Progress, move: Move, before: Attempt) -> Attempt:
         progress.read_back()
         progress.num_moves += 1
         progress.done_before = joined(progress.done_before, move.stats)
+        placement = replace(before.placement, decode=move.target)
         return Attempt(
             request=progress.request,
             attempt_id=move.attempt_id,
             token_ids=progress.token_ids[:-1],
-            placement=replace(before.placement, decode=move.target),
+            placement=placement,
             timeout_s=progress.remaining_s,
             links=self._links,
             arrives=True,
+            span=_attempt_span(progress, placement, moved=True),
             prefill_stats=before.prefill_stats,
         )
 
@@ -254,6 +259,12 @@ class Relay:
         """With room for the answer to begin."""
         layout = self._table.layout
         return 0 if layout is None else layout.num_blocks(num_tokens) + 1
+
+
+def _attempt_span(progress: Progress, placement: Placement, *, moved: bool = False) -> Span:
+    workers = {"prefill": placement.prefill, "decode": placement.decode}
+    names = {role: worker.id.name for role, worker in workers.items() if worker is not None}
+    return progress.request.span.child("attempt", moved=moved, after_tokens=len(progress.emitted), **names)
 
 
 async def _not_followed(moving: asyncio.Task[Move], followed: Move | None) -> None:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from model.chat_template import ChatRejected, NoChatTemplate
 from model.grammar import GrammarRejected
 from model.sampling_params import Grammar
 from protos import inference_pb2 as pb
+from protos import tracing
 from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from router import metrics
@@ -111,11 +113,13 @@ class InferenceService:
                 raise Unavailable("the router is about to stop; ask another one, or again later")
             check_deadline(remaining_s)
             unresolved = check()
-            with self._claimed(unresolved.request_id):
+            with self._claimed(unresolved.request_id), _traced(unresolved.request_id) as span:
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
+                span.part("tokenize", clock.received_at, clock.received_at + clock.tokenize_s, tokens=len(token_ids))
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
                 await self._check_grammar(request.sampling.grammar)
+                request = replace(request, span=span)
                 async with aclosing(self._messages(request, clock, deadline_at)) as messages:
                     async for raw in messages:
                         yield raw
@@ -176,6 +180,10 @@ class InferenceService:
         finally:
             self._in_flight.remove(request_id)
             metrics.IN_FLIGHT.dec()
+
+
+def _traced(request_id: str) -> tracing.Span:
+    return tracing.span("request", tracing.incoming.get(), request_id=request_id)
 
 
 @contextmanager

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from model.chat_template import ChatMessage
@@ -19,6 +19,7 @@ from model.sampling_params import (
     SamplingParams,
 )
 from protos import inference_pb2 as pb
+from protos import tracing
 from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
 from router.card import ModelCard
 
@@ -68,6 +69,7 @@ class Request:
     session_id: str = ""
     num_choices: int = 1  # answers to the one prompt
     echo: bool = False  # the prompt is told before them
+    span: tracing.Span = field(default=tracing.NO_SPAN, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
