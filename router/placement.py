@@ -6,44 +6,14 @@ of role both that is chosen for prefill keeps the sequence: nothing has to be ha
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from protos.errors import NoWorker
+from router.candidate import Candidate, Role, WorkerId
 
-
-class Role(enum.Flag):
-    """As numbered in workers.proto."""
-
-    PREFILL = 1
-    DECODE = 2
-    BOTH = 3
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerId:
-    """One process: a restarted worker has the same name and another epoch."""
-
-    name: str
-    epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker at one moment, its load with what was sent there and is not yet in its reports."""
-
-    id: WorkerId
-    address: str
-    role: Role
-    is_ready: bool
-    fingerprint: str  # of the KV layout
-    num_blocks: int  # of its whole cache
-    num_queued_tokens: int  # to be prefilled
-    num_active: int  # sequences that decode, wait to, or are on their way
-    num_free_blocks: int
-    max_context_tokens: int | None = None  # of a sequence; None: as many as the model allows
+__all__ = ["Candidate", "Demand", "Placement", "Role", "WorkerId", "can_serve", "place", "place_moved"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,76 +6,35 @@ Event loop only. It knows neither gRPC nor requests: services feed it, and `rout
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from model.kv_layout import KVLayout
-from protos.errors import FailedPrecondition, NotFound, ServiceError
+from protos.errors import FailedPrecondition, NotFound
+from router.cache_changes import CacheChanges
+from router.candidate import Candidate, Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
-from router.placement import Candidate, Placement, Role, WorkerId
+from router.placement import Placement
+from router.prefix_index import PrefixIndex
 from router.profile import WorkerProfile, refuse_misfit
+from router.worker import DumpCache, Replaced, Worker, WorkerLoad, WorkerState
+
+__all__ = ["Replaced", "Worker", "WorkerLoad", "WorkerState", "WorkerTable"]
 
 _SETTLE_S = 0.1  # a report may have been under way for so long: what was sent since is counted beside it
 _SILENCE_S = 5.0  # workers report every second; one that is silent gets nothing new
 _REMEMBER_LOST_S = 300.0
 
 
-class WorkerState(enum.Enum):
-    READY = 1
-    DRAINING = 2
-    LOST = 3  # the router's own finding, as the next one
-    SILENT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What a worker reports again and again."""
-
-    state: WorkerState
-    queued_prefill_tokens: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    num_free_blocks: int = 0
-    num_used_blocks: int = 0
-    num_quarantined_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-
-
-class Replaced(FailedPrecondition):
-    """Another process has registered under this worker's name."""
-
-    reason = "WORKER_REPLACED"
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One registration. `commands` carries roles to the worker, or an error that ends its stream."""
-
-    profile: WorkerProfile
-    role: Role
-    load: WorkerLoad
-    reported_at: float
-    is_reachable: bool = True
-    is_drained: bool = False  # an operator has said so
-    commands: asyncio.Queue[Role | ServiceError | None] = field(default_factory=asyncio.Queue)
-    dispatches: Dispatches = field(default_factory=Dispatches)
-    fingerprint: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.fingerprint = self.profile.layout.fingerprint  # it is a hash, and asked for with each placement
-
-
 class WorkerTable:
-    """`tokenizer_digest`, if given, is what every worker's must be."""
+    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches."""
 
     def __init__(self, tokenizer_digest: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer_digest = tokenizer_digest
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._changed = asyncio.Event()
+        self.prefixes = PrefixIndex()
 
     def register(self, profile: WorkerProfile, load: WorkerLoad) -> Worker:
         """Takes a worker in; one that is registered under its name is replaced.
@@ -100,6 +59,7 @@ class WorkerTable:
             worker.dispatches, known.dispatches = known.dispatches, Dispatches()  # what runs there still does
             self._heard(worker)
         self._workers[profile.id.name] = worker
+        self.prefixes.join(profile.id, profile.num_blocks)
         self._tell_dispatches(worker)
         self._notify()
         return worker
@@ -115,8 +75,15 @@ class WorkerTable:
         if self._is_ready(worker) != was_ready:
             self._notify()
 
+    def cache_changed(self, worker: Worker, changes: CacheChanges) -> None:
+        """What has become findable there, and what no longer is. Where something was missed, all is asked for."""
+        if worker.load.state is not WorkerState.LOST and self.prefixes.apply(worker.profile.id, changes):
+            worker.commands.put_nowait(DumpCache())
+
     def lost(self, worker: Worker) -> None:
         """Its stream has ended."""
+        if worker.load.state is not WorkerState.LOST:
+            self.prefixes.leave(worker.profile.id)
         worker.load = WorkerLoad(WorkerState.LOST)
         self._heard(worker)
         self._notify()

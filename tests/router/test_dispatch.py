@@ -59,8 +59,8 @@ class Events(RuleBasedStateMachine):
     def dispatch(self, prefill: str | None, decode: str | None, num_tokens: int, blocks: int) -> None:
         if prefill == decode:
             return
-        chosen = [None if name is None else candidate(self.table, name) for name in (prefill, decode)]
-        dispatch = self.table.dispatch(Placement(*chosen), num_tokens, blocks)
+        first, then = [None if name is None else candidate(self.table, name) for name in (prefill, decode)]
+        dispatch = self.table.dispatch(Placement(first, then), num_tokens, blocks)
         on = self._process_of(prefill), self._process_of(decode)
         self.log.append(Logged(dispatch, self.clock.now, num_tokens, blocks, prefill=on[0], decode=on[1]))
 

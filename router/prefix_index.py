@@ -1,0 +1,209 @@
+"""Which worker holds which prefix: block hashes, each with a bit for every worker that said it has the block.
+
+A hash covers its block and all before it, so a prompt is matched by walking its hashes while anybody remains: the work
+is that of the blocks matched, however many workers there are. Pure; fed by `CacheChanges`, and exact as of the last of
+them: where one is missing, nothing is claimed for that worker until it has dumped its cache.
+
+A block takes 180 bytes, 320 where there are a thousand workers, and 155 more for each further one that holds it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from model.block_pool import BlockHash
+from router.cache_changes import CacheChanges
+from router.candidate import WorkerId
+
+_REMEMBERED = 4096  # processes that have left: what comes late of them is known as such if they return
+_SWEPT_AT_LEAST = 64  # of what is left of workers that have gone, with each message
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Which worker a bit stands for. A bit goes to another worker only when no block has it any more."""
+
+    workers: tuple[WorkerId | None, ...] = ()
+    of: Mapping[WorkerId, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatches:
+    """How many blocks of one prompt each worker holds, counted from the first.
+
+    `runs`: longest first, each with the bits of the workers that hold just so many.
+    """
+
+    runs: Sequence[tuple[int, int]] = ()
+    slots: Slots = Slots()
+
+    def of(self, worker: WorkerId) -> int:
+        slot = self.slots.of.get(worker) if self.runs else None
+        if slot is None:
+            return 0
+        return next((num_blocks for num_blocks, holders in self.runs if holders >> slot & 1), 0)
+
+    def longest(self, rng: random.Random, at_most: int) -> list[tuple[WorkerId, int]]:
+        """Workers that hold something and their blocks: those with most first, and equals from a random one on."""
+        found: list[tuple[WorkerId, int]] = []
+        for num_blocks, holders in self.runs:
+            for slot in _bits_from(holders, int(rng.random() * len(self.slots.workers))):
+                worker = self.slots.workers[slot]
+                if worker is not None:
+                    found.append((worker, num_blocks))
+                if len(found) == at_most:
+                    return found
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What one worker said. `hashes` are those that have its bit."""
+
+    slot: int
+    max_blocks: int
+    hashes: set[BlockHash] = field(default_factory=set)
+    last_number: int = 0
+    is_dumping: bool = False
+    is_whole: bool = False
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._holders: dict[BlockHash, int] = {}
+        self._parts: dict[WorkerId, _Part] = {}
+        self._numbers_left: dict[WorkerId, int] = {}  # the last ones heard of who left, oldest first
+        self._whole = 0  # bits of the workers whose part is
+        self._slots = Slots()
+        self._left: list[
+            tuple[int, set[BlockHash]]
+        ] = []  # slots that have been given up, with what still has their bit
+        self._free: list[int] = []  # heap of slots that no block has the bit of
+
+    def __len__(self) -> int:
+        """Blocks, each counted once, those of workers that have just gone among them."""
+        return len(self._holders)
+
+    def join(self, worker: WorkerId, max_blocks: int) -> None:
+        """Nothing is known of it until it has dumped its cache, of `max_blocks` blocks at most. Its other epochs end."""
+        for other in [other for other in self._parts if other.name == worker.name]:
+            self.leave(other)
+        last_number = self._numbers_left.pop(worker, 0)
+        self._parts[worker] = _Part(self._take_slot(worker), max_blocks, last_number=last_number)
+
+    def leave(self, worker: WorkerId) -> None:
+        """At once for those who ask; the blocks go little by little."""
+        part = self._parts.pop(worker, None)
+        if part is not None:
+            self._give_up(worker, part)
+            self._numbers_left[worker] = part.last_number
+            if len(self._numbers_left) > _REMEMBERED:
+                del self._numbers_left[next(iter(self._numbers_left))]
+
+    def apply(self, worker: WorkerId, changes: CacheChanges) -> bool:
+        """Whether the worker is to be asked for a dump. What comes late, twice, or from a stranger is ignored."""
+        part = self._parts.get(worker)
+        if part is None or changes.number <= part.last_number:
+            return False
+        has_gap = changes.number != part.last_number + 1
+        part.last_number = changes.number
+        self._sweep(max(_SWEPT_AT_LEAST, 2 * (len(changes.stored) + len(changes.removed))))
+        if changes.begins_dump:
+            self._begin(worker, part)
+            part.is_dumping = True
+        elif has_gap:
+            self._begin(worker, part)
+            return True
+        if part.is_dumping or part.is_whole:
+            self._take(part, changes)
+            if len(part.hashes) > part.max_blocks:  # not even in doubt: it cannot be
+                self._begin(worker, part)
+                return True
+        return False
+
+    def match(self, hashes: Sequence[BlockHash]) -> PrefixMatches:
+        """Of the chained hashes of a prompt's full blocks."""
+        runs: list[tuple[int, int]] = []
+        left = self._whole
+        for num_blocks, block_hash in enumerate(hashes):
+            still = left & self._holders.get(block_hash, 0)
+            if still != left:
+                if num_blocks:
+                    runs.append((num_blocks, left & ~still))
+                left = still
+                if not left:
+                    break
+        if left and hashes:
+            runs.append((len(hashes), left))
+        return PrefixMatches(runs[::-1], self._slots)
+
+    def num_blocks(self, worker: WorkerId) -> int | None:
+        """Findable on the worker; None while that is not known."""
+        part = self._parts.get(worker)
+        return len(part.hashes) if part is not None and part.is_whole else None
+
+    def _take(self, part: _Part, changes: CacheChanges) -> None:
+        bit = 1 << part.slot
+        for block_hash in changes.stored:
+            self._holders[block_hash] = self._holders.get(block_hash, 0) | bit
+        part.hashes.update(changes.stored)
+        for block_hash in changes.removed:
+            if block_hash in part.hashes:
+                part.hashes.remove(block_hash)
+                self._clear(block_hash, bit)
+        if changes.ends_dump and part.is_dumping:
+            part.is_dumping, part.is_whole = False, True
+            self._whole |= bit
+
+    def _begin(self, worker: WorkerId, part: _Part) -> None:
+        """Forgets what the worker said."""
+        part.is_dumping = part.is_whole = False
+        if part.hashes or self._whole >> part.slot & 1:
+            self._give_up(worker, part)
+            part.slot, part.hashes = self._take_slot(worker), set()
+
+    def _take_slot(self, worker: WorkerId) -> int:
+        slot = heapq.heappop(self._free) if self._free else len(self._slots.workers)
+        workers = [*self._slots.workers, None] if slot == len(self._slots.workers) else [*self._slots.workers]
+        workers[slot] = worker
+        self._slots = Slots(tuple(workers), {**self._slots.of, worker: slot})
+        return slot
+
+    def _give_up(self, worker: WorkerId, part: _Part) -> None:
+        self._whole &= ~(1 << part.slot)
+        workers = tuple(None if slot == part.slot else other for slot, other in enumerate(self._slots.workers))
+        self._slots = Slots(workers, {other: slot for other, slot in self._slots.of.items() if other != worker})
+        self._left.append((part.slot, part.hashes))
+        if not part.hashes:
+            self._sweep(1)  # the newest is swept first: its slot is free at once
+
+    def _sweep(self, num_hashes: int) -> None:
+        """A worker may leave a million blocks behind: to take them out at once would stop every stream."""
+        while self._left and num_hashes > 0:
+            slot, hashes = self._left[-1]
+            while hashes and num_hashes > 0:
+                self._clear(hashes.pop(), 1 << slot)
+                num_hashes -= 1
+            if not hashes:
+                self._left.pop()
+                heapq.heappush(self._free, slot)
+
+    def _clear(self, block_hash: BlockHash, bit: int) -> None:
+        holders = self._holders[block_hash] & ~bit
+        if holders:
+            self._holders[block_hash] = holders
+        else:
+            del self._holders[block_hash]
+
+
+def _bits_from(bits: int, start: int) -> Iterator[int]:
+    """Numbers of the bits that are set, from `start` on and round."""
+    high = bits >> start << start
+    for part in (high, bits ^ high):
+        while part:
+            lowest = part & -part
+            yield lowest.bit_length() - 1
+            part ^= lowest
