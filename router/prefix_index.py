@@ -88,7 +88,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def join(self, worker: WorkerId, max_blocks: int) -> None:
-        """Nothing is known of it until it has dumped its cache, of `max_blocks` blocks at most. Its other epochs end."""
+        """Nothing is known of it until it has dumped its cache, at most `max_blocks` blocks. Its other epochs end."""
         for other in [other for other in self._parts if other.name == worker.name]:
             self.leave(other)
         last_number = self._numbers_left.pop(worker, 0)

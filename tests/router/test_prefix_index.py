@@ -1,4 +1,4 @@
-"""The prefix index against brute force: workers with real block pools, whose messages get lost, doubled and mixed up."""
+"""The prefix index against brute force: real block pools, whose messages are lost, doubled and mixed up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Heard:
 
 @dataclass
 class Process:
-    """A worker's process: its pool, what it has sent and nobody has heard yet, and what its cache was at each of them."""
+    """A worker's process: its pool, what it sent and nobody has heard yet, and what its cache was each time."""
 
     id: WorkerId
     pool: BlockPool = field(default_factory=lambda: BlockPool(NUM_BLOCKS))
