@@ -14,6 +14,7 @@ from rich.console import Console
 
 from deploy import options
 from deploy.logs import configure_logging
+from deploy.placement_options import placement_options, take_policy
 from deploy.process import follow_parent
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.port_option
 @options.metrics_option
 @options.drain_option
+@placement_options
 @options.log_option
 def router(log_level: str, **settings: Any) -> None:
     """Run the router in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
@@ -140,7 +142,7 @@ def router(log_level: str, **settings: Any) -> None:
     from router.config import RouterConfig
     from router.server import serve_router
 
-    asyncio.run(serve_router(RouterConfig(**settings)))
+    asyncio.run(serve_router(RouterConfig(placement=take_policy(settings), **settings)))
 
 
 @cli.command()

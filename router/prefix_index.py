@@ -59,6 +59,9 @@ class PrefixMatches:
         return found
 
 
+NO_MATCHES = PrefixMatches()
+
+
 @dataclass(slots=True, eq=False)
 class _Part:
     """What one worker said. `hashes` are those that have its bit."""

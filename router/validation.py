@@ -41,11 +41,12 @@ class UnresolvedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is served: tokens, and sampling with every field set."""
+    """What is served: tokens, and sampling with every field set. `session_id`: "" for a request of none."""
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, NotFound
 from router.cache_changes import CacheChanges
 from router.candidate import Candidate, Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
+from router.fleet import Fleet
 from router.placement import Placement
 from router.prefix_index import PrefixIndex
 from router.profile import WorkerProfile, refuse_misfit
@@ -34,6 +36,9 @@ class WorkerTable:
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._changed = asyncio.Event()
+        self._fleet = Fleet()
+        self._stale: set[Worker] = set()  # not yet in the fleet as they are now
+        self._by_age: dict[Worker, None] = {}  # the one first that was heard of longest ago, unless it is silent
         self.prefixes = PrefixIndex()
 
     def register(self, profile: WorkerProfile, load: WorkerLoad) -> Worker:
@@ -53,11 +58,14 @@ class WorkerTable:
             known.commands.put_nowait(
                 None if same_process else Replaced(f"another process has registered as {profile.id.name!r}")
             )
-        self._workers = {name: other for name, other in self._workers.items() if not self._is_forgotten(other)}
+        for name in [name for name, other in self._workers.items() if self._is_forgotten(other)]:
+            del self._workers[name]
+            self._fleet.remove(name)
         worker = Worker(profile, role, load, self._clock(), is_drained=is_drained)
         if known is not None and same_process:
             worker.dispatches, known.dispatches = known.dispatches, Dispatches()  # what runs there still does
-            self._heard(worker)
+        worker.dispatches.on_change = partial(self._stale.add, worker)
+        self._heard(worker)
         self._workers[profile.id.name] = worker
         self.prefixes.join(profile.id, profile.num_blocks)
         self._tell_dispatches(worker)
@@ -93,6 +101,7 @@ class WorkerTable:
         worker = self._workers.get(worker_id.name)
         if worker is not None and worker.profile.id == worker_id:
             worker.is_reachable = False
+            self._stale.add(worker)
             self._notify()
 
     def silent(self) -> list[WorkerId]:
@@ -110,6 +119,7 @@ class WorkerTable:
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
         worker.role = role
+        self._stale.add(worker)
         worker.commands.put_nowait(role)
         self._notify()
 
@@ -121,11 +131,17 @@ class WorkerTable:
         """
         worker = self._registered(name)
         worker.is_drained = is_drained
+        self._stale.add(worker)
         self._tell_dispatches(worker)
         self._notify()
 
-    def dispatch(self, placement: Placement, num_tokens: int, num_blocks: int) -> Dispatch:
-        """Counts an attempt at once, not when its workers report it. `end` it in a finally."""
+    def dispatch(
+        self, placement: Placement, num_tokens: int, num_blocks: int, at_most: tuple[int, int] | None = None
+    ) -> Dispatch:
+        """Counts an attempt at once, not when its workers report it. `end` it in a finally.
+
+        `num_tokens` of the prompt have to be computed; `at_most` are the tokens and the blocks of the whole answer.
+        """
         prefill, decode = (
             None if worker is None else self._workers[worker.id.name]
             for worker in (placement.prefill, placement.decode)
@@ -137,13 +153,24 @@ class WorkerTable:
             prefill=None if prefill is None else prefill.dispatches,
             decode=None if decode is None else decode.dispatches,
         )
+        if at_most is not None and (answer_s := placement.answer_s(at_most[0])) is not None:
+            dispatch.ends_at, dispatch.num_blocks_in_all = dispatch.at + answer_s, at_most[1]
         dispatch.begin()
         if decode is not None and _is_leaving(decode):
             dispatch.leaving.set()
         return dispatch
 
-    def snapshot(self) -> list[Candidate]:
-        return [self._candidate(worker) for worker in self._workers.values()]
+    def snapshot(self) -> Fleet:
+        """As of now. It changes with what happens next: not to be kept."""
+        now = self._fleet.now = self._clock()
+        while self._by_age and now - (oldest := next(iter(self._by_age))).reported_at >= _SILENCE_S:
+            del self._by_age[oldest]
+            self._stale.add(oldest)
+        for worker in self._stale:
+            if self._workers.get(worker.profile.id.name) is worker:
+                self._fleet.put(self._candidate(worker, now))
+        self._stale.clear()
+        return self._fleet
 
     def workers(self) -> list[Worker]:
         """By name, with those that were lost lately. Changes nothing: metrics are read in a thread of their own."""
@@ -209,6 +236,9 @@ class WorkerTable:
 
     def _heard(self, worker: Worker) -> None:
         worker.reported_at = self._clock()
+        self._by_age.pop(worker, None)
+        self._by_age[worker] = None
+        self._stale.add(worker)
         worker.dispatches.reported(worker.reported_at - _SETTLE_S)
 
     def _notify(self) -> None:
@@ -225,7 +255,7 @@ class WorkerTable:
     def _is_ready(self, worker: Worker) -> bool:
         return self.state(worker) is WorkerState.READY and worker.is_reachable
 
-    def _candidate(self, worker: Worker) -> Candidate:
+    def _candidate(self, worker: Worker, now: float) -> Candidate:
         load, sent = worker.load, worker.dispatches
         return Candidate(
             id=worker.profile.id,
@@ -238,6 +268,12 @@ class WorkerTable:
             num_active=max(load.num_running + load.num_waiting, sent.num_decoding),
             num_free_blocks=load.num_free_blocks - sent.num_coming_blocks,
             max_context_tokens=worker.profile.max_context_tokens,
+            max_running=worker.profile.max_running,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+            decode_batch=load.decode_batch,
+            tokens_per_step=load.tokens_per_step,
+            releases=sent.releases(now),
         )
 
 
