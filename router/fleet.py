@@ -146,26 +146,41 @@ class Fleet:
     def put(self, candidate: Candidate) -> None:
         """In place of what was known of a worker of this name."""
         name = candidate.id.name
-        self.remove(name)
+        before = self.remove(name)
         self._candidates[name] = candidate
         if candidate.is_ready:
             pools = self.pools.setdefault(candidate.fingerprint, Pools())
-            pace = Pace.of(candidate)
-            entry = pools.entries[name] = Entry(candidate, pace, pace.rounded())
+            entry = pools.entries[name] = _entry(candidate, before)
             for lines in pools.lines_of(candidate.role):
                 lines.add(entry)
-            self._count(pace, 1)
+            self._count(entry.measured, 1)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str) -> Entry | None:
+        """Returns what it was, if it was ready."""
         candidate = self._candidates.pop(name, None)
-        if candidate is not None and candidate.is_ready:
-            pools = self.pools[candidate.fingerprint]
-            for lines in pools.lines_of(candidate.role):
-                lines.remove(name)
-            self._count(pools.entries.pop(name).measured, -1)
-            if not pools.entries:
-                del self.pools[candidate.fingerprint]
+        if candidate is None or not candidate.is_ready:
+            return None
+        pools = self.pools[candidate.fingerprint]
+        for lines in pools.lines_of(candidate.role):
+            lines.remove(name)
+        entry = pools.entries.pop(name)
+        self._count(entry.measured, -1)
+        if not pools.entries:
+            del self.pools[candidate.fingerprint]
+        return entry
 
     def _count(self, pace: Pace, times: int) -> None:
         self._token_s.count(pace.token_s, times)
         self._sequence_s.count(pace.sequence_s, times)
+
+
+def _entry(candidate: Candidate, before: Entry | None) -> Entry:
+    """Loads change much more often than speeds."""
+    if before is not None and _speeds(before.worker) == _speeds(candidate):
+        return Entry(candidate, before.measured, before.pace)
+    measured = Pace.of(candidate)
+    return Entry(candidate, measured, measured.rounded())
+
+
+def _speeds(worker: Candidate) -> tuple[float, ...]:
+    return worker.prefill_tokens_per_s, worker.decode_step_s, worker.decode_batch, worker.tokens_per_step

@@ -42,9 +42,11 @@ class PrefixMatches:
 
     def of(self, worker: WorkerId) -> int:
         slot = self.slots.of.get(worker) if self.runs else None
-        if slot is None:
-            return 0
-        return next((num_blocks for num_blocks, holders in self.runs if holders >> slot & 1), 0)
+        if slot is not None:
+            for num_blocks, holders in self.runs:
+                if holders >> slot & 1:
+                    return num_blocks
+        return 0
 
     def longest(self, rng: random.Random, at_most: int) -> list[tuple[WorkerId, int]]:
         """Workers that hold something and their blocks: those with most first, and equals from a random one on."""

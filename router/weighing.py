@@ -38,11 +38,13 @@ class Weighing:
         self, fleet: Fleet, demand: Demand, avoid: Collection[WorkerId], rng: random.Random, policy: PlacementPolicy
     ) -> None:
         self._demand = demand
+        self._num_prompt_tokens = demand.num_prompt_tokens
         self._avoid = avoid
         self._rng = rng
         self._policy = policy
         self._now = fleet.now
         self._typical = fleet.typical
+        self._alike = self._typical.rounded()
         longest = demand.prefix.longest(rng, _MATCHED_AT_MOST)
         self._longest = [worker for worker, _ in longest]
         self._cached = {worker.name: num_blocks * demand.block_size for worker, num_blocks in longest}
@@ -87,7 +89,7 @@ class Weighing:
         return self._demand.is_allowed(worker) and self._misfit(worker) == (False, False)
 
     def _misfit(self, worker: Candidate) -> tuple[bool, bool]:
-        return not self._demand.fits(worker), worker.id in self._avoid
+        return not self._demand.fits(worker), bool(self._avoid) and worker.id in self._avoid
 
     def favoured(self, pools: Pools) -> dict[Role, list[Entry]]:
         """Those that hold most of the prompt, or served its session."""
@@ -105,7 +107,7 @@ class Weighing:
         return num_cached
 
     def num_uncached(self, worker: Candidate) -> int:
-        return self._demand.num_prompt_tokens - self.num_cached(worker)
+        return self._num_prompt_tokens - self.num_cached(worker)
 
     def pace(self, entry: Entry) -> Pace:
         """As measured; the others' mean where it has not measured itself."""
@@ -116,10 +118,9 @@ class Weighing:
     def for_prefill(self, entry: Entry) -> Rank:
         worker = entry.worker
         cost = self._token_s(entry) * (worker.num_queued_tokens + self.num_uncached(worker))
-        favour = (self._policy.affinity_s if self.knows_prefill else self._demand.num_prompt_tokens) * self._is_home(
-            worker
-        )
-        return self._prefill_is_beyond(entry), cost - favour, 0.0, 0.0, self._rng.random()
+        if worker.id.name in self._session:
+            cost -= self._policy.affinity_s if self.knows_prefill else self._num_prompt_tokens
+        return self._prefill_is_beyond(entry), cost, 0.0, 0.0, self._rng.random()
 
     def for_decode(self, entry: Entry, in_s: float) -> Rank:
         """`in_s`: when the prompt will have been computed elsewhere, and its KV be here."""
@@ -127,9 +128,10 @@ class Weighing:
         cost = self._decode_cost(entry)
         if self.knows_all:
             cost += self.transfer_s(worker)
-        favour = (self._policy.affinity_s if self.knows_all else 1.0) * self._is_home(worker)
+        if worker.id.name in self._session:
+            cost -= self._policy.affinity_s if self.knows_all else 1.0
         held, free = self.num_cached(worker), worker.num_free_blocks
-        return self._decode_is_beyond(entry, in_s), cost - favour, -held, -free, self._rng.random()
+        return self._decode_is_beyond(entry, in_s), cost, -held, -free, self._rng.random()
 
     def for_both(self, entry: Entry) -> Rank:
         is_beyond, cost, _, _, chance = self.for_prefill(entry)
@@ -150,19 +152,15 @@ class Weighing:
 
     def holds_up_nobody(self, entry: Entry) -> bool:
         """Whether a decode worker's sequences would hardly feel it if it prefilled this prompt, too."""
-        return (
-            self.knows_all and self._token_s(entry) * self.num_uncached(entry.worker) <= self._policy.max_added_step_s
-        )
-
-    def _is_home(self, worker: Candidate) -> bool:
-        return worker.id.name in self._session
+        most_s = self._policy.max_added_step_s
+        return most_s > 0 and self.knows_all and self._token_s(entry) * self.num_uncached(entry.worker) <= most_s
 
     def _token_s(self, entry: Entry) -> float:
-        return entry.pace.token_s or self._typical.token_s or 1.0
+        return entry.pace.token_s or self._alike.token_s or 1.0
 
     def _decode_cost(self, entry: Entry) -> float:
         worker = entry.worker
-        sequence_s = entry.pace.sequence_s or self._typical.sequence_s
+        sequence_s = entry.pace.sequence_s or self._alike.sequence_s
         if sequence_s is None:
             return worker.num_active
         return EXPECTED_OUTPUT_TOKENS * tpot_of(sequence_s, worker.num_active + 1)
