@@ -80,11 +80,11 @@ def _decoding(entry: Entry) -> tuple[int, int]:
     return entry.worker.num_active, -entry.worker.num_free_blocks
 
 
-def _all_work(entry: Entry) -> Any:
-    """In seconds, if they are known."""
+def _all_work(entry: Entry) -> float:
+    """In seconds, if they are known, and else in tokens to prefill."""
     worker, pace = entry.worker, entry.pace
     if pace.token_s is None or pace.sequence_s is None:
-        return worker.num_queued_tokens, worker.num_active
+        return worker.num_queued_tokens + EXPECTED_OUTPUT_TOKENS * worker.num_active
     return pace.token_s * worker.num_queued_tokens + EXPECTED_OUTPUT_TOKENS * pace.sequence_s * worker.num_active
 
 

@@ -119,7 +119,7 @@ def _options(pools: Pools, demand: Demand, weighing: Weighing) -> Iterator[_Opti
         [*favoured[Role.DECODE], *favoured[Role.BOTH]],
     )
     if then is not None:
-        yield _Option(first, then, first.rank[1] + (then.rank[1] if weighing.knows_all else 0.0))
+        yield _Option(first, then, first.rank[1] + then.rank[1])
         yield from _local_options([*favoured[Role.DECODE], then.entry], weighing)
 
 

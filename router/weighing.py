@@ -32,7 +32,7 @@ class Pick:
 
 
 class Weighing:
-    """Costs are seconds; without known speeds, tokens that wait for prefill and sequences for decode."""
+    """Costs are seconds, or while nobody knows how fast anybody prefills, tokens to prefill."""
 
     def __init__(
         self, fleet: Fleet, demand: Demand, avoid: Collection[WorkerId], rng: random.Random, policy: PlacementPolicy
@@ -50,7 +50,7 @@ class Weighing:
         self._cached = {worker.name: num_blocks * demand.block_size for worker, num_blocks in longest}
         self._session = {worker.name for worker in demand.session}
         self.knows_prefill = self._typical.token_s is not None
-        self.knows_all = self.knows_prefill and self._typical.sequence_s is not None
+        self.knows_decode = self._typical.sequence_s is not None
 
     def pick(self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]) -> Pick | None:
         """The best at the heads of the lines and of the `others`, who may have a reason to come before these.
@@ -126,10 +126,10 @@ class Weighing:
         """`in_s`: when the prompt will have been computed elsewhere, and its KV be here."""
         worker = entry.worker
         cost = self._decode_cost(entry)
-        if self.knows_all:
+        if self.knows_prefill:
             cost += self.transfer_s(worker)
         if worker.id.name in self._session:
-            cost -= self._policy.affinity_s if self.knows_all else 1.0
+            cost -= self._policy.affinity_s if self.knows_decode else self._unmeasured_sequence(entry)
         held, free = self.num_cached(worker), worker.num_free_blocks
         return self._decode_is_beyond(entry, in_s), cost, -held, -free, self._rng.random()
 
@@ -137,9 +137,8 @@ class Weighing:
         is_beyond, cost, _, _, chance = self.for_prefill(entry)
         queue_s = self._token_s(entry) * entry.worker.num_queued_tokens if self.knows_prefill else 0.0
         is_beyond = is_beyond or self._decode_is_beyond(entry, queue_s)
-        if self.knows_all:
-            cost += self._decode_cost(entry)
-        return is_beyond, cost, -self.num_cached(entry.worker), -entry.worker.num_free_blocks, chance
+        held, free = self.num_cached(entry.worker), entry.worker.num_free_blocks
+        return is_beyond, cost + self._decode_cost(entry), -held, -free, chance
 
     def transfer_s(self, worker: Candidate) -> float:
         """For what the decode worker does not hold. It hides behind computing, and yet takes its share of both."""
@@ -153,17 +152,21 @@ class Weighing:
     def holds_up_nobody(self, entry: Entry) -> bool:
         """Whether a decode worker's sequences would hardly feel it if it prefilled this prompt, too."""
         most_s = self._policy.max_added_step_s
-        return most_s > 0 and self.knows_all and self._token_s(entry) * self.num_uncached(entry.worker) <= most_s
+        knows = self.knows_prefill and self.knows_decode
+        return most_s > 0 and knows and self._token_s(entry) * self.num_uncached(entry.worker) <= most_s
 
     def _token_s(self, entry: Entry) -> float:
         return entry.pace.token_s or self._alike.token_s or 1.0
 
     def _decode_cost(self, entry: Entry) -> float:
-        worker = entry.worker
-        sequence_s = entry.pace.sequence_s or self._alike.sequence_s
+        num_active, sequence_s = entry.worker.num_active, entry.pace.sequence_s or self._alike.sequence_s
         if sequence_s is None:
-            return worker.num_active
-        return EXPECTED_OUTPUT_TOKENS * tpot_of(sequence_s, worker.num_active + 1)
+            return self._unmeasured_sequence(entry) * num_active
+        return EXPECTED_OUTPUT_TOKENS * tpot_of(sequence_s, num_active + 1)
+
+    def _unmeasured_sequence(self, entry: Entry) -> float:
+        """While nobody knows what a step takes, a sequence that runs is as much work as a prompt of so many tokens."""
+        return self._token_s(entry) * EXPECTED_OUTPUT_TOKENS
 
     def _prefill_is_beyond(self, entry: Entry) -> bool:
         limits, num_queued = self._policy.limits, entry.worker.num_queued_tokens

@@ -146,6 +146,14 @@ def test_before_speeds_are_known_limits_are_of_tokens() -> None:
         assert found.grounds is Grounds.COUNTS
 
 
+def test_before_speeds_are_known_a_sequence_counts_like_a_prompt() -> None:
+    """Of 256 tokens."""
+    running = worker("running", B, active=2, blocks=1000, free=1000)
+    for queued, chosen in ((511, "queued"), (513, "running")):
+        fleet = [running, worker("queued", B, queued=queued, blocks=1000, free=1000)]
+        assert names(placed(fleet, demand())) == (None, chosen)
+
+
 def test_before_speeds_are_known_a_prefix_counts_in_tokens() -> None:
     fleet = [worker("p0", P, queued=100, blocks=1000), worker("p1", P, blocks=1000)]
     fleet.append(worker("d", D, blocks=1000, free=1000))
