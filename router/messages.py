@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
@@ -88,9 +89,13 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
 
 
 def load_from_message(load: workers_pb2.WorkerLoad) -> WorkerLoad:
-    """A worker that does not say it is ready is taken to be draining."""
+    """A worker that does not say it is ready is taken to be draining. Raises InvalidArgument for what is no number."""
     state = _REPORTED.get(load.state, WorkerState.DRAINING)
-    return WorkerLoad(state, **{name: getattr(load, name) for name in _LOAD_NUMBERS})
+    numbers = {name: getattr(load, name) for name in _LOAD_NUMBERS}
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise InvalidArgument(f"load.{name} is {number}; it must be a number from 0 on", field=f"load.{name}")
+    return WorkerLoad(state, **numbers)
 
 
 def changes_from_message(changes: workers_pb2.CacheChanges) -> CacheChanges:

@@ -15,6 +15,7 @@ from router.candidate import Candidate
 EXPECTED_OUTPUT_TOKENS = 256  # of an answer: before it has ended only a bound is known
 FIXED_SEQUENCES = 24  # reading the weights takes as long as so many sequences add; of a 135M model on two cores, 22
 _STEPS = 4  # of speeds that are told apart, between one and its double
+_LEAST_S, _MOST_S = 1e-9, 1e6
 _HORIZON_S = 2.0  # of what becomes of blocks: later than that, answers will have ended that nobody knows of
 
 
@@ -30,10 +31,10 @@ class Pace:
         """As it has measured itself. Drafts that are accepted make a worker faster: several tokens come of a step."""
         token_s = sequence_s = None
         if worker.prefill_tokens_per_s > 0:
-            token_s = 1 / worker.prefill_tokens_per_s
+            token_s = _believable(1 / worker.prefill_tokens_per_s)
         if worker.decode_step_s > 0:
             per_sequence_s = worker.decode_step_s / (FIXED_SEQUENCES + worker.decode_batch)
-            sequence_s = per_sequence_s / max(1.0, worker.tokens_per_step)
+            sequence_s = _believable(per_sequence_s / max(1.0, worker.tokens_per_step))
         return Pace(token_s, sequence_s)
 
     def rounded(self) -> Pace:
@@ -46,6 +47,11 @@ class Pace:
     def tpot_s(self, num_sequences: int) -> float | None:
         """With so many sequences, those that come among them."""
         return None if self.sequence_s is None else tpot_of(self.sequence_s, num_sequences)
+
+
+def _believable(seconds: float) -> float:
+    """Whatever a worker says: nothing takes no time, or for ever."""
+    return min(max(seconds, _LEAST_S), _MOST_S)
 
 
 def _rounded(seconds: float | None) -> float | None:

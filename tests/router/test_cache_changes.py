@@ -70,6 +70,23 @@ async def test_router_follows_a_cache_and_asks_for_it_anew_where_it_missed_somet
         await known(fleet.router, None)
 
 
+@pytest.mark.parametrize(
+    "name, number", [("prefill_tokens_per_s", float("nan")), ("decode_step_s", float("inf")), ("num_running", -1)]
+)
+async def test_load_that_is_no_number_ends_the_registration(name: str, number: float) -> None:
+    async with running_fleet() as fleet, asyncio.timeout(10):
+        teller = Teller(fleet)
+        await anext(teller.commands)
+        load = ready_load()
+        setattr(load, name, number)
+        teller.reports.put_nowait(workers_pb2.WorkerReport(load=load))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(teller.commands)
+        refusal = from_rpc_error(caught.value)
+        assert isinstance(refusal, InvalidArgument) and f"load.{name} is {number}; it must be" in str(refusal)
+        await teller.close()
+
+
 async def test_hashes_that_are_not_whole_end_the_registration() -> None:
     async with running_fleet() as fleet, asyncio.timeout(10):
         teller = Teller(fleet)

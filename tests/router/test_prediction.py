@@ -46,6 +46,14 @@ def test_speeds_that_differ_by_noise_are_taken_for_equal() -> None:
     assert token_s(2500) == pytest.approx(2**-11.25)
 
 
+@pytest.mark.parametrize("extreme", [5e-324, 1e-300, 1e300, 1.7e308])
+def test_whatever_a_worker_says_of_its_speed_can_be_reckoned_with(extreme: float) -> None:
+    for field in ("prefill_tokens_per_s", "decode_step_s", "decode_batch", "tokens_per_step"):
+        pace = Pace.of(replace(FAST, **{field: extreme})).rounded()  # type: ignore[arg-type]
+        assert pace.token_s is not None and 0 < pace.token_s < 1e7
+        assert pace.sequence_s is not None and 0 < pace.sequence_s < 1e7
+
+
 def test_blocks_are_predicted_from_what_grows_and_what_is_known_to_end() -> None:
     """16 sequences at 10 ms a token write 100 tokens each in a second: 1,600 tokens, which are 100 blocks of 16."""
     sequence_s = Pace.of(FAST).sequence_s
