@@ -48,7 +48,6 @@ class Weighing:
         longest = demand.prefix.longest(rng, _MATCHED_AT_MOST)
         self._longest = [worker for worker, _ in longest]
         self._cached = {worker.name: num_blocks * demand.block_size for worker, num_blocks in longest}
-        self._session = {worker.name for worker in demand.session}
         self.knows_prefill = self._typical.token_s is not None
         self.knows_decode = self._typical.sequence_s is not None
 
@@ -96,7 +95,7 @@ class Weighing:
         found: dict[Role, list[Entry]] = {Role.PREFILL: [], Role.DECODE: [], Role.BOTH: []}
         for worker in (*self._longest, *self._demand.session):
             entry = pools.entries.get(worker.name)
-            if entry is not None:
+            if entry is not None and entry.worker.id == worker:
                 found[entry.worker.role].append(entry)
         return found
 
@@ -118,7 +117,7 @@ class Weighing:
     def for_prefill(self, entry: Entry) -> Rank:
         worker = entry.worker
         cost = self._token_s(entry) * (worker.num_queued_tokens + self.num_uncached(worker))
-        if worker.id.name in self._session:
+        if worker.id in self._demand.session:
             cost -= self._policy.affinity_s if self.knows_prefill else self._num_prompt_tokens
         return self._prefill_is_beyond(entry), cost, 0.0, 0.0, self._rng.random()
 
@@ -128,7 +127,7 @@ class Weighing:
         cost = self._decode_cost(entry)
         if self.knows_prefill:
             cost += self.transfer_s(worker)
-        if worker.id.name in self._session:
+        if worker.id in self._demand.session:
             cost -= self._policy.affinity_s if self.knows_decode else self._unmeasured_sequence(entry)
         held, free = self.num_cached(worker), worker.num_free_blocks
         return self._decode_is_beyond(entry, in_s), cost, -held, -free, self._rng.random()

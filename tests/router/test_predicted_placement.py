@@ -185,6 +185,8 @@ def test_a_session_stays_where_it_was_until_others_are_quicker_by_more_than_that
             assert (found.grounds is Grounds.SESSION) == chosen
     busy = [measured("p0", P), measured("d0", D, num_active=8, max_running=8), *others]
     assert names(placed(busy, wanted, policy))[1] != "d0"
+    restarted = [replace(measured("p0", P), id=WorkerId("p0", "e2")), measured("d0", D), *others]
+    assert len({names(placed(restarted, wanted, policy, seed))[0] for seed in range(40)}) > 5
     gone = [replace(measured("p0", P), is_ready=False), measured("d0", D), *others]
     assert names(placed(gone, wanted, policy))[0] != "p0"
 
