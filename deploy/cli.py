@@ -14,6 +14,7 @@ from rich.console import Console
 
 from deploy import options
 from deploy.logs import configure_logging
+from deploy.placement_options import placement_options, take_policy
 from deploy.process import follow_parent
 from deploy.tracing import otlp_option, traced
 
@@ -136,6 +137,7 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.port_option
 @options.metrics_option
 @options.drain_option
+@placement_options
 @options.log_option
 @otlp_option
 def router(log_level: str, **settings: Any) -> None:
@@ -146,7 +148,7 @@ def router(log_level: str, **settings: Any) -> None:
     from router.server import serve_router
 
     with traced("pdserve-router", f"{settings['host']}:{settings['port']}"):
-        asyncio.run(serve_router(RouterConfig(**settings)))
+        asyncio.run(serve_router(RouterConfig(placement=take_policy(settings), **settings)))
 
 
 @cli.command()

@@ -10,13 +10,15 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import grpc.aio
 
+from deploy.cache_feed import CacheFeed, CacheNews
 from protos import workers_pb2, workers_pb2_grpc
 from protos.channel import open_channel
 from protos.errors import from_rpc_error, is_connection_failure
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.05  # how soon a change of load is reported
+_LOOK_S = 0.05  # how soon a change of load, or of the prefix cache, is reported
+_PAUSE_S = 0.005  # between messages of one dump
 _AT_LEAST_EVERY_S = 1.0
 _RETRY_S = 0.5
 
@@ -29,10 +31,12 @@ class Reporter:
         router_address: str,
         hello: workers_pb2.WorkerHello,
         load: Callable[[], workers_pb2.WorkerLoad],
+        feed: CacheFeed,
     ) -> None:
         self._router_address = router_address
         self._hello = hello
         self._load = load
+        self._feed = feed
         self._is_away = False
 
     async def run(self) -> None:
@@ -57,14 +61,29 @@ class Reporter:
             self._is_away = False
             if command.HasField("set_role"):
                 self._hello.role = command.set_role
+            if command.dump_cache:
+                self._feed.dump()
 
     async def _reports(self) -> AsyncIterator[workers_pb2.WorkerReport]:
+        """What the router misses of the prefix cache goes out in small messages: tokens are streamed meanwhile."""
+        self._feed.dump()
         load = self._load()
         yield workers_pb2.WorkerReport(hello=self._hello, load=load)
         reported_at = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            news = self._feed.next()
             current = self._load()
-            if current != load or time.monotonic() - reported_at > _AT_LEAST_EVERY_S:
+            if news is not None or current != load or time.monotonic() - reported_at > _AT_LEAST_EVERY_S:
                 load, reported_at = current, time.monotonic()
-                yield workers_pb2.WorkerReport(load=load)
+                yield workers_pb2.WorkerReport(load=load, cache=None if news is None else _message(news))
+            await asyncio.sleep(_LOOK_S if news is None else _PAUSE_S)
+
+
+def _message(news: CacheNews) -> workers_pb2.CacheChanges:
+    return workers_pb2.CacheChanges(
+        number=news.number,
+        stored=b"".join(news.stored),
+        removed=b"".join(news.removed),
+        begins_dump=news.begins_dump,
+        ends_dump=news.ends_dump,
+    )

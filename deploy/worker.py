@@ -15,6 +15,7 @@ from typing import Any
 
 from decode.service import DecodeService
 from deploy import worker_metrics
+from deploy.cache_feed import CacheFeed
 from deploy.drafting import draft_planner
 from deploy.fault_seams import FaultySeams, Seams
 from deploy.reporter import Reporter
@@ -146,7 +147,8 @@ class Worker:
             metrics_address = self._watch(stack)
             await self._server.start()
             stack.push_async_callback(self._close)
-            reporter = Reporter(self._config.router_address, self._hello(metrics_address), self._load)
+            hello, feed = self._hello(metrics_address), CacheFeed(self._pool)
+            reporter = Reporter(self._config.router_address, hello, self._load, feed)
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(_without_end(self._engine.run(), "the engine")),
@@ -222,6 +224,7 @@ class Worker:
             drafter=self._runner.drafter,
             metrics_address=metrics_address,
             max_context_tokens=self._max_context_tokens,
+            max_running=self._config.max_running,
         )
 
     def _load(self) -> workers_pb2.WorkerLoad:
@@ -236,6 +239,8 @@ class Worker:
             num_quarantined_blocks=self._decode.receiver.num_quarantined_blocks,
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
             decode_step_s=self._meter.decode_step_s,
+            decode_batch=self._meter.decode_batch,
+            tokens_per_step=self._meter.tokens_per_step,
         )
 
 

@@ -251,6 +251,7 @@ class WorkerStatus:
     decode_step_s: float
     reported_ago_s: float
     num_requests: int  # that the router has there
+    num_known_blocks: int | None = None  # of its prefix cache; None while the router waits for a dump
 
     @staticmethod
     def from_message(message: workers_pb2.WorkerStatus) -> WorkerStatus:
@@ -278,6 +279,7 @@ class WorkerStatus:
             decode_step_s=load.decode_step_s,
             reported_ago_s=message.reported_ago_s,
             num_requests=message.num_requests,
+            num_known_blocks=message.num_known_blocks if message.HasField("num_known_blocks") else None,
         )
 
 

@@ -84,6 +84,7 @@ class WorkerHello(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.str
     """new at each process start"""
@@ -105,6 +106,8 @@ class WorkerHello(_message.Message):
     """of a sequence, prompt and answer together; 0: as many as the model allows"""
     drafter: _builtins.str
     """what drafts here, none if nothing does: for people"""
+    max_running: _builtins.int
+    """sequences that decode at once; 0: not said"""
     @_builtins.property
     def layout(self) -> _decode_pb2.KVLayout: ...
     def __init__(
@@ -124,10 +127,11 @@ class WorkerHello(_message.Message):
         metrics_address: _builtins.str = ...,
         max_context_tokens: _builtins.int = ...,
         drafter: _builtins.str = ...,
+        max_running: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drafter", b"drafter", "epoch", b"epoch", "flippable", b"flippable", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drafter", b"drafter", "epoch", b"epoch", "flippable", b"flippable", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -146,6 +150,8 @@ class WorkerLoad(_message.Message):
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
+    DECODE_BATCH_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     queued_prefill_tokens: _builtins.int
     """not yet computed, waiting or running"""
@@ -159,6 +165,11 @@ class WorkerLoad(_message.Message):
     prefill_tokens_per_s: _builtins.float
     """measured, decayed; 0 if not known yet"""
     decode_step_s: _builtins.float
+    """of steps in which every sequence decodes; this and the rest as well"""
+    decode_batch: _builtins.float
+    """sequences in them"""
+    tokens_per_step: _builtins.float
+    """of one sequence: above 1 where drafts are accepted"""
     def __init__(
         self,
         *,
@@ -171,14 +182,55 @@ class WorkerLoad(_message.Message):
         num_quarantined_blocks: _builtins.int = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         decode_step_s: _builtins.float = ...,
+        decode_batch: _builtins.float = ...,
+        tokens_per_step: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "state", b"state", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class CacheChanges(_message.Message):
+    """What became findable in the worker's prefix cache and what ceased to be: all changes until then, and each hash once.
+    Numbered one by one, from 1, in an epoch: after a gap nothing is known of this cache until it has been dumped. A dump is
+    everything that is findable, in one message or several in a row; a worker begins with one on each stream.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    BEGINS_DUMP_FIELD_NUMBER: _builtins.int
+    ENDS_DUMP_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    stored: _builtins.bytes
+    """hashes of blocks (model/block_pool.py), 16 bytes each, one behind the other"""
+    removed: _builtins.bytes
+    begins_dump: _builtins.bool
+    """forget what was known before"""
+    ends_dump: _builtins.bool
+    """from here on all is known"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+        begins_dump: _builtins.bool = ...,
+        ends_dump: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_dump", b"begins_dump", "ends_dump", b"ends_dump", "number", b"number", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheChanges: _TypeAlias = CacheChanges  # noqa: Y015
 
 @_typing.final
 class WorkerReport(_message.Message):
@@ -186,21 +238,27 @@ class WorkerReport(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """in the first report only"""
 
     @_builtins.property
-    def load(self) -> Global___WorkerLoad: ...
+    def load(self) -> Global___WorkerLoad:
+        """in each"""
+
+    @_builtins.property
+    def cache(self) -> Global___CacheChanges: ...
     def __init__(
         self,
         *,
         hello: Global___WorkerHello | None = ...,
         load: Global___WorkerLoad | None = ...,
+        cache: Global___CacheChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,16 +269,20 @@ class RouterCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SET_ROLE_FIELD_NUMBER: _builtins.int
+    DUMP_CACHE_FIELD_NUMBER: _builtins.int
     set_role: Global___Role.ValueType
     """the first one confirms the role that the worker registered with, or had before"""
+    dump_cache: _builtins.bool
+    """the router has missed changes"""
     def __init__(
         self,
         *,
         set_role: Global___Role.ValueType | None = ...,
+        dump_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "set_role", b"set_role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "set_role", b"set_role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "dump_cache", b"dump_cache", "set_role", b"set_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__set_role: _TypeAlias = _typing.Literal["set_role"]  # noqa: Y015
     _WhichOneofArgType__set_role: _TypeAlias = _typing.Literal["_set_role", b"_set_role"]  # noqa: Y015
@@ -237,11 +299,14 @@ class WorkerStatus(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     REPORTED_AGO_S_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """as the router has it now"""
     reported_ago_s: _builtins.float
     num_requests: _builtins.int
     """that the router has there"""
+    num_known_blocks: _builtins.int
+    """of its prefix cache; absent while the router waits for a dump"""
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -254,12 +319,15 @@ class WorkerStatus(_message.Message):
         role: Global___Role.ValueType = ...,
         reported_ago_s: _builtins.float = ...,
         num_requests: _builtins.int = ...,
+        num_known_blocks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_known_blocks", b"_num_known_blocks", "hello", b"hello", "load", b"load", "num_known_blocks", b"num_known_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "num_requests", b"num_requests", "reported_ago_s", b"reported_ago_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_known_blocks", b"_num_known_blocks", "hello", b"hello", "load", b"load", "num_known_blocks", b"num_known_blocks", "num_requests", b"num_requests", "reported_ago_s", b"reported_ago_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_known_blocks: _TypeAlias = _typing.Literal["num_known_blocks"]  # noqa: Y015
+    _WhichOneofArgType__num_known_blocks: _TypeAlias = _typing.Literal["_num_known_blocks", b"_num_known_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_known_blocks) -> _WhichOneofReturnType__num_known_blocks | None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 

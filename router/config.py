@@ -15,6 +15,26 @@ class RelayPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitPolicy:
+    """What a worker may have before more had better wait at the router. One that has nothing is within any limit."""
+
+    max_backlog_s: float = 10.0  # to compute the prompts that wait at a worker, as predicted
+    max_backlog_tokens: int = 65536  # of these prompts, while no speed is known
+    max_sequences: int | None = None  # on a decode worker; None: as many as it says it runs at once
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPolicy:
+    """What placement assumes where nothing is measured, and what it may trade for what."""
+
+    limits: LimitPolicy = LimitPolicy()
+    transfer_bytes_per_s: float = 4e9  # of a hand-over
+    max_added_step_s: float = 0.0  # a decode worker may prefill a prompt itself that holds up others no longer; 0: none
+    affinity_s: float = 0.1  # how much later an answer may come for the sake of staying where its session was
+    max_sessions: int = 10_000  # remembered
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """`metrics_port` None serves no metrics; port 0 takes any that is free."""
 
@@ -25,3 +45,4 @@ class RouterConfig:
     drain_s: float = 30.0  # what is running may go on for so long when the router stops
     max_prompt_bytes: int = 4 * 2**20
     relay: RelayPolicy = RelayPolicy()
+    placement: PlacementPolicy = PlacementPolicy()

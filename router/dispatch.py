@@ -5,13 +5,19 @@ same to ask whether a few requests run there or thousands.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+_NUM_RELEASES = 8  # that placement is told of
 
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
     """The load that one attempt puts on its workers, from placement until `end`.
+
+    `num_tokens` have to be computed. Of the decode worker `num_blocks` are for the prompt, and `num_blocks_in_all` are
+    given back by `ends_at`, if that is known: an answer may end before its last token, but not after it.
 
     `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere.
     """
@@ -21,6 +27,8 @@ class Dispatch:
     num_blocks: int
     prefill: Dispatches | None
     decode: Dispatches | None
+    num_blocks_in_all: int = 0
+    ends_at: float | None = None
     is_prefilled: bool = False
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -45,14 +53,16 @@ class Dispatch:
 
 
 class Dispatches:
-    """Those of one worker."""
+    """Those of one worker. `on_change` is called whenever a sum is another."""
 
     def __init__(self) -> None:
+        self.on_change: Callable[[], None] = lambda: None
         self.num_decoding = 0  # or on their way to
         self.num_coming_blocks = 0  # of those that decode here, until they are prefilled
         self.num_unreported_tokens = 0  # of those that prefill here, until they have or a report has them
         self._running: set[Dispatch] = set()
         self._unreported: dict[Dispatch, None] = {}  # oldest first
+        self._ends: list[tuple[float, int]] = []  # of those that decode here, and blocks that are given back then
 
     def __len__(self) -> int:
         return len(self._running)
@@ -66,14 +76,22 @@ class Dispatches:
         not among them."""
         return sum(dispatch.decode is self or not dispatch.is_prefilled for dispatch in self._running)
 
+    def releases(self, after: float) -> tuple[tuple[float, int], ...]:
+        """The next ends: when, and how many blocks are given back then."""
+        first = bisect_left(self._ends, (after, 0))
+        return tuple(self._ends[first : first + _NUM_RELEASES])
+
     def begin(self, dispatch: Dispatch) -> None:
         self._running.add(dispatch)
         if dispatch.decode is self:
             self.num_decoding += 1
             self.num_coming_blocks += dispatch.num_blocks
+            if dispatch.ends_at is not None:
+                insort(self._ends, (dispatch.ends_at, dispatch.num_blocks_in_all))
         if (dispatch.decode if dispatch.prefill is None else dispatch.prefill) is self:
             self._unreported[dispatch] = None
             self.num_unreported_tokens += dispatch.num_tokens
+        self.on_change()
 
     def reported(self, until: float) -> None:
         """The worker has counted what was sent by then. `until` never decreases from call to call."""
@@ -85,6 +103,7 @@ class Dispatches:
             self.num_coming_blocks -= dispatch.num_blocks
         if dispatch in self._unreported:
             self._no_longer_unreported(dispatch)
+        self.on_change()
 
     def end(self, dispatch: Dispatch) -> None:
         if dispatch not in self._running:
@@ -92,6 +111,9 @@ class Dispatches:
         self._running.remove(dispatch)
         if dispatch.decode is self:
             self.num_decoding -= 1
+            if dispatch.ends_at is not None:
+                del self._ends[bisect_left(self._ends, (dispatch.ends_at, dispatch.num_blocks_in_all))]
+        self.on_change()
 
     def _no_longer_unreported(self, dispatch: Dispatch) -> None:
         del self._unreported[dispatch]

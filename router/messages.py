@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from model.block_pool import BlockHash
 from model.kv_layout import KVLayout
 from protos import decode_pb2, inference_pb2, prefill_pb2, workers_pb2
 from protos.errors import InvalidArgument
+from router.cache_changes import CacheChanges
+from router.candidate import Candidate, Role, WorkerId
 from router.card import ModelCard
-from router.placement import Candidate, Role, WorkerId
 from router.profile import WorkerProfile
 from router.validation import Request
-from router.workers import Worker, WorkerLoad, WorkerState
+from router.worker import DumpCache, Worker, WorkerLoad, WorkerState
 
 _STATES = {
     WorkerState.READY: workers_pb2.WORKER_STATE_READY,
@@ -37,11 +40,16 @@ _LOAD_NUMBERS = (
     "num_quarantined_blocks",
     "prefill_tokens_per_s",
     "decode_step_s",
+    "decode_batch",
+    "tokens_per_step",
 )
+_HASH_BYTES = 16
 
 
-def role_to_value(role: Role) -> workers_pb2.Role.ValueType:
-    return _ROLES[role]
+def command_message(command: Role | DumpCache) -> workers_pb2.RouterCommand:
+    if isinstance(command, DumpCache):
+        return workers_pb2.RouterCommand(dump_cache=True)
+    return workers_pb2.RouterCommand(set_role=_ROLES[command])
 
 
 def role_from_value(value: int, field: str) -> Role:
@@ -76,16 +84,41 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
         drafter=hello.drafter,
         metrics_address=hello.metrics_address,
         max_context_tokens=hello.max_context_tokens or None,
+        max_running=max(0, hello.max_running),
     )
 
 
 def load_from_message(load: workers_pb2.WorkerLoad) -> WorkerLoad:
-    """A worker that does not say it is ready is taken to be draining."""
+    """A worker that does not say it is ready is taken to be draining. Raises InvalidArgument for what is no number."""
     state = _REPORTED.get(load.state, WorkerState.DRAINING)
-    return WorkerLoad(state, **{name: getattr(load, name) for name in _LOAD_NUMBERS})
+    numbers = {name: getattr(load, name) for name in _LOAD_NUMBERS}
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise InvalidArgument(f"load.{name} is {number}; it must be a number from 0 on", field=f"load.{name}")
+    return WorkerLoad(state, **numbers)
 
 
-def status_of(worker: Worker, state: WorkerState, age_s: float) -> workers_pb2.WorkerStatus:
+def changes_from_message(changes: workers_pb2.CacheChanges) -> CacheChanges:
+    """Raises InvalidArgument where it is not made of whole hashes."""
+    return CacheChanges(
+        number=changes.number,
+        stored=_hashes(changes.stored, "cache.stored"),
+        removed=_hashes(changes.removed, "cache.removed"),
+        begins_dump=changes.begins_dump,
+        ends_dump=changes.ends_dump,
+    )
+
+
+def _hashes(joined: bytes, field: str) -> list[BlockHash]:
+    if len(joined) % _HASH_BYTES:
+        raise InvalidArgument(f"{field} has {len(joined)} bytes; a hash has {_HASH_BYTES}", field=field)
+    return [joined[start : start + _HASH_BYTES] for start in range(0, len(joined), _HASH_BYTES)]
+
+
+def status_of(
+    worker: Worker, state: WorkerState, age_s: float, num_known_blocks: int | None = None
+) -> workers_pb2.WorkerStatus:
+    """`num_known_blocks`: of its prefix cache; None while that is not known."""
     profile, load = worker.profile, worker.load
     return workers_pb2.WorkerStatus(
         hello=workers_pb2.WorkerHello(
@@ -103,11 +136,13 @@ def status_of(worker: Worker, state: WorkerState, age_s: float) -> workers_pb2.W
             drafter=profile.drafter,
             metrics_address=profile.metrics_address,
             max_context_tokens=profile.max_context_tokens or 0,
+            max_running=profile.max_running,
         ),
         load=workers_pb2.WorkerLoad(state=_STATES[state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
         role=_ROLES[worker.role],
         reported_ago_s=age_s,
         num_requests=worker.dispatches.num_in_hand,
+        num_known_blocks=num_known_blocks,
     )
 
 

@@ -9,6 +9,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from protos import inference_pb2 as pb
+from router.placement import Placement
+from router.timeline import RequestClock
 from router.workers import WorkerTable
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -30,6 +32,17 @@ RETRIES = Counter("pdserve_router_retries", "Requests placed again before their 
 RESUMES = Counter("pdserve_router_resumes", "Requests placed again after their first token.")
 MOVES = Counter("pdserve_router_moves", "Running sequences taken away from a decode worker that leaves.", ["outcome"])
 STORE_AWAY = Gauge("pdserve_router_store_away", "1 while the store that routers share does not answer.")
+PLACEMENTS = Counter("pdserve_router_placements", "Attempts, by what decided where they went.", ["grounds"])
+TTFT_RATIO = Histogram(
+    "pdserve_router_ttft_observed_ratio",
+    "From placement to first token, over what was predicted: 1 is as predicted.",
+    buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
+)
+PREFIX_TOKENS = Counter(
+    "pdserve_router_prefix_tokens",
+    "Prompt tokens in workers' caches: predicted at placement, and found, where prefilled and where decoded.",
+    ["pool", "kind"],
+)
 LEG_FAILURES = Counter("pdserve_router_leg_failures", "Calls to workers that failed, by reason.", ["reason"])
 
 
@@ -51,6 +64,21 @@ def observe(summary: pb.GenerateResponse) -> None:
         TPOT_SECONDS.observe(timeline.tpot_s)
     for stage in timeline.stages:
         STAGE_SECONDS.labels(stage.name).observe(stage.duration_s)
+
+
+def observe_ttft(placement: Placement, clock: RequestClock) -> None:
+    """Of an attempt whose first token is there."""
+    if placement.ttft_s:
+        TTFT_RATIO.observe((clock.attempt_token_at - clock.placed_at) / placement.ttft_s)
+
+
+def observe_prefix(placement: Placement, usage: pb.Usage) -> None:
+    """Of the last attempt: its placement, and what came of it."""
+    PREFIX_TOKENS.labels("prefill", "predicted").inc(placement.num_cached_tokens)
+    PREFIX_TOKENS.labels("prefill", "found").inc(usage.prefill.cached)
+    if usage.disaggregated:
+        PREFIX_TOKENS.labels("decode", "predicted").inc(placement.num_held_tokens)
+        PREFIX_TOKENS.labels("decode", "found").inc(usage.decode.cached_tokens)
 
 
 class WorkersCollector(Collector):

@@ -1,49 +1,36 @@
 """Where a request goes: a pure function of what is known about the workers. No clock, no network, no state.
 
-Prefill goes where the fewest tokens wait to be computed, decode where there is room and least runs. A worker
-of role both that is chosen for prefill keeps the sequence: nothing has to be handed over then.
+Prefill goes where the prompt is computed first, decode where the answer ends first: what waits, what the worker holds
+of the prompt already, how fast it is, and what has still to be sent there. While no speed is known, fewest tokens that
+wait and fewest sequences that run stand in for times. A worker of role both that prefills keeps the sequence. How it
+all is found without looking at every worker is in `router.fleet`, and what decides is in `router.weighing`.
 """
 
 from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from protos.errors import NoWorker
+from router.candidate import Candidate, Role, WorkerId
+from router.config import PlacementPolicy
+from router.demand import Demand
+from router.fleet import Entry, Fleet, Pools
+from router.weighing import Pick, Weighing
+
+__all__ = ["Candidate", "Demand", "Grounds", "Placement", "Role", "WorkerId", "can_serve", "place", "place_moved"]
 
 
-class Role(enum.Flag):
-    """As numbered in workers.proto."""
+class Grounds(enum.Enum):
+    """What decided, for those who count."""
 
-    PREFILL = 1
-    DECODE = 2
-    BOTH = 3
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerId:
-    """One process: a restarted worker has the same name and another epoch."""
-
-    name: str
-    epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker at one moment, its load with what was sent there and is not yet in its reports."""
-
-    id: WorkerId
-    address: str
-    role: Role
-    is_ready: bool
-    fingerprint: str  # of the KV layout
-    num_blocks: int  # of its whole cache
-    num_queued_tokens: int  # to be prefilled
-    num_active: int  # sequences that decode, wait to, or are on their way
-    num_free_blocks: int
-    max_context_tokens: int | None = None  # of a sequence; None: as many as the model allows
+    COUNTS = "counts"  # no speed is known yet
+    LOAD = "load"
+    PREFIX = "prefix"
+    SESSION = "session"
+    LOCAL = "local"  # a decode worker prefills: it is sooner so
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,109 +47,178 @@ class Placement:
     ttft_s: float | None = None
     tpot_s: float | None = None
     is_within_limits: bool = True
+    grounds: Grounds = Grounds.COUNTS
+    num_cached_tokens: int = 0  # of the prompt, where it is prefilled
+    num_held_tokens: int = 0  # where it decodes, if that is elsewhere
 
     @property
     def workers(self) -> list[Candidate]:
         return [worker for worker in (self.prefill, self.decode) if worker is not None]
 
+    def answer_s(self, num_tokens: int) -> float | None:
+        """Until the last of so many tokens, as predicted."""
+        if self.ttft_s is None or self.tpot_s is None:
+            return None
+        return self.ttft_s + self.tpot_s * (num_tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request needs of its workers: for its prompt and one token, and in all. One token needs no decode."""
+class _Option:
+    """One way to serve a request: on one worker, or prefilled on `first` and decoded on `then`."""
 
-    num_blocks: int
-    num_blocks_in_all: int
-    wants_decode: bool
-    num_tokens: int = 0
-    num_tokens_in_all: int = 0
+    first: Pick
+    then: Pick | None
+    cost: float
+    is_local: bool = False
 
-    def fits(self, worker: Candidate) -> bool:
-        """Whether the worker's cache, were it empty, could hold what comes to it."""
-        return worker.num_blocks >= (self.num_blocks_in_all if self._is_kept(worker) else self.num_blocks)
+    @property
+    def rank(self) -> tuple[bool, bool, bool, float, float]:
+        picks = (self.first,) if self.then is None else (self.first, self.then)
+        is_too_small, is_avoided = (any(pick.misfit[index] for pick in picks) for index in (0, 1))
+        return is_too_small, is_avoided, self.is_beyond, self.cost, self.first.rank[-1]
 
-    def is_allowed(self, worker: Candidate) -> bool:
-        """Whether the worker takes sequences as long as what comes to it. It need not check that itself."""
-        most = worker.max_context_tokens
-        return most is None or most >= (self.num_tokens_in_all if self._is_kept(worker) else self.num_tokens)
-
-    def _is_kept(self, worker: Candidate) -> bool:
-        return self.wants_decode and Role.DECODE in worker.role
+    @property
+    def is_beyond(self) -> bool:
+        return self.first.is_beyond or (self.then is not None and self.then.is_beyond)
 
 
-def place(workers: Sequence[Candidate], demand: Demand, avoid: Collection[WorkerId], rng: random.Random) -> Placement:
+def place(
+    fleet: Fleet, demand: Demand, avoid: Collection[WorkerId], rng: random.Random, policy: PlacementPolicy | None = None
+) -> Placement:
     """Workers to `avoid`, or whose cache is too small, are taken only if there is no other (the latter will refuse).
 
-    One that takes no sequences of this length never is: it may have come after the request. Ties are broken at random,
-    so that routers do not herd.
+    One beyond its limits is taken only if there is no other. One that takes no sequences of this length never is: it
+    may have come after the request. Ties are broken at random, so that routers do not herd.
 
     Raises:
         NoWorker: says which role is missing.
     """
-    prefill = _fitting(workers, Role.PREFILL, demand, avoid)
-    if not prefill:
-        raise NoWorker(f"no worker can prefill: {_why_not(workers, Role.PREFILL, demand)}")
+    weighing = Weighing(fleet, demand, avoid, rng, policy or PlacementPolicy())
+    options = (option for pools in fleet.pools.values() for option in _options(pools, demand, weighing))
+    best = min(options, key=lambda option: option.rank, default=None)
+    if best is None:
+        raise NoWorker(_why_none(list(fleet), demand))
+    return _placement(best, demand, weighing)
+
+
+def _options(pools: Pools, demand: Demand, weighing: Weighing) -> Iterator[_Option]:
+    favoured = weighing.favoured(pools)
+    both = weighing.pick([pools.both], weighing.for_both, favoured[Role.BOTH])
+    if both is not None:
+        yield _Option(both, None, both.rank[1])
+    first = weighing.pick([pools.prefill], weighing.for_prefill, favoured[Role.PREFILL])
+    if first is None:
+        return
     if not demand.wants_decode:
-        return Placement(_least_queued(prefill, rng), None)
-    pairs = {first.id: _partners(first, workers, demand, avoid) for first in prefill}
-    with_partner = [first for first in prefill if pairs[first.id]]
-    if not with_partner:
-        raise NoWorker(f"no worker can decode: {_why_not(workers, Role.DECODE, demand)}")
-    first = _least_queued(with_partner, rng)
-    if Role.DECODE in first.role:
-        return Placement(None, first)
-    return Placement(first, _roomiest(pairs[first.id], demand.num_blocks, rng))
+        yield _Option(first, None, first.rank[1])
+        return
+    in_s = weighing.ready_in_s(first.entry)
+    then = weighing.pick(
+        [pools.decode, pools.both_as_decode],
+        lambda entry: weighing.for_decode(entry, in_s),
+        [*favoured[Role.DECODE], *favoured[Role.BOTH]],
+    )
+    if then is not None:
+        yield _Option(first, then, first.rank[1] + then.rank[1])
+        yield from _local_options([*favoured[Role.DECODE], then.entry], weighing)
+
+
+def _local_options(decoding: Sequence[Entry], weighing: Weighing) -> Iterator[_Option]:
+    """Decode workers that could prefill this prompt without those who decode there feeling it."""
+    for entry in decoding:
+        if entry.worker.role is Role.DECODE and weighing.holds_up_nobody(entry) and weighing.is_plain(entry.worker):
+            alone = Pick(entry, weighing.for_both(entry))
+            yield _Option(alone, None, alone.rank[1], is_local=True)
+
+
+def _placement(option: _Option, demand: Demand, weighing: Weighing) -> Placement:
+    first, then = option.first.entry, None if option.then is None else option.then.entry
+    is_kept = then is None and demand.wants_decode
+    decode = first if is_kept else then
+    num_queued, num_uncached = first.worker.num_queued_tokens, weighing.num_uncached(first.worker)
+    ttft_s = weighing.pace(first).prefill_s(num_queued + num_uncached)
+    tpot_s = None if decode is None else weighing.pace(decode).tpot_s(decode.worker.num_active + 1)
+    num_held = 0 if then is None else weighing.num_cached(then.worker)
+    grounds = _grounds(option, demand, weighing, num_held)
+    return Placement(
+        prefill=None if is_kept else first.worker,
+        decode=None if decode is None else decode.worker,
+        reason=_reason(grounds, option, demand.num_prompt_tokens - num_uncached, demand, ttft_s),
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        is_within_limits=not option.is_beyond,
+        grounds=grounds,
+        num_cached_tokens=demand.num_prompt_tokens - num_uncached,
+        num_held_tokens=num_held,
+    )
+
+
+def _grounds(option: _Option, demand: Demand, weighing: Weighing, num_held: int) -> Grounds:
+    worker = option.first.entry.worker
+    if option.is_local:
+        return Grounds.LOCAL
+    if weighing.num_cached(worker) or num_held:
+        return Grounds.PREFIX
+    if worker.id in demand.session:
+        return Grounds.SESSION
+    return Grounds.LOAD if weighing.knows_prefill else Grounds.COUNTS
+
+
+def _reason(grounds: Grounds, option: _Option, num_cached: int, demand: Demand, ttft_s: float | None) -> str:
+    name = option.first.entry.worker.id.name
+    match grounds:
+        case Grounds.LOCAL:
+            why = f"{name} decodes and is done sooner if it prefills, too: it holds all but "
+            why += f"{demand.num_prompt_tokens - num_cached} of {demand.num_prompt_tokens} tokens"
+        case Grounds.PREFIX if num_cached:
+            why = f"{name} holds {num_cached} of {demand.num_prompt_tokens} tokens"
+        case Grounds.PREFIX:
+            why = f"the decode worker holds a part of {demand.num_prompt_tokens} tokens"
+        case Grounds.SESSION:
+            why = f"{name} served this session before"
+        case Grounds.COUNTS:
+            why = f"fewest tokens wait on {name}, and no speed is known yet"
+        case Grounds.LOAD:
+            why = f"{name} is done first"
+    expected = "" if ttft_s is None else f"; first token in {ttft_s:.3f} s"
+    return f"{grounds.value}: {why}{expected}{'; all are beyond their limits' if option.is_beyond else ''}"
 
 
 def place_moved(
-    workers: Sequence[Candidate], demand: Demand, source: WorkerId, avoid: Collection[WorkerId], rng: random.Random
+    fleet: Iterable[Candidate], demand: Demand, source: WorkerId, avoid: Collection[WorkerId], rng: random.Random
 ) -> Candidate | None:
     """Where a sequence that decodes on `source` could go on now; None if nowhere is room for it.
 
     Workers to `avoid` are taken only if there is no other with room.
     """
+    workers = list(fleet)
     fingerprints = {worker.fingerprint for worker in workers if worker.id == source}
-    others = [worker for worker in workers if worker.id != source and worker.fingerprint in fingerprints]
     roomy = [
         worker
-        for worker in _fitting(others, Role.DECODE, demand, ())
-        if demand.fits(worker) and worker.num_free_blocks >= demand.num_blocks
+        for worker in workers
+        if worker.id != source
+        and worker.fingerprint in fingerprints
+        and worker.is_ready
+        and Role.DECODE in worker.role
+        and demand.is_allowed(worker)
+        and demand.fits(worker)
+        and worker.num_free_blocks >= demand.num_blocks
     ]
     roomy = [worker for worker in roomy if worker.id not in avoid] or roomy
-    return _roomiest(roomy, demand.num_blocks, rng) if roomy else None
+    return min(roomy, key=lambda each: (each.num_active, -each.num_free_blocks, rng.random()), default=None)
 
 
-def can_serve(workers: Sequence[Candidate]) -> bool:
+def can_serve(fleet: Fleet) -> bool:
     """Whether any request could be placed."""
-    anything = Demand(num_blocks=0, num_blocks_in_all=0, wants_decode=True)
-    prefill = _fitting(workers, Role.PREFILL, anything, ())
-    return any(_partners(first, workers, anything, ()) for first in prefill)
+    return any(len(pools.both) or (len(pools.prefill) and len(pools.decode)) for pools in fleet.pools.values())
 
 
-def _fitting(workers: Sequence[Candidate], role: Role, demand: Demand, avoid: Collection[WorkerId]) -> list[Candidate]:
-    ready = [worker for worker in workers if worker.is_ready and role in worker.role and demand.is_allowed(worker)]
-    fitting = [worker for worker in ready if demand.fits(worker)] or ready
-    return [worker for worker in fitting if worker.id not in avoid] or fitting
-
-
-def _partners(
-    first: Candidate, workers: Sequence[Candidate], demand: Demand, avoid: Collection[WorkerId]
-) -> list[Candidate]:
-    """Workers that can decode what `first` prefills."""
-    if Role.DECODE in first.role:
-        return [first]
-    same_layout = [worker for worker in workers if worker.fingerprint == first.fingerprint]
-    return _fitting(same_layout, Role.DECODE, demand, avoid)
-
-
-def _least_queued(workers: Sequence[Candidate], rng: random.Random) -> Candidate:
-    return min(workers, key=lambda worker: (worker.num_queued_tokens, rng.random()))
-
-
-def _roomiest(workers: Sequence[Candidate], num_blocks: int, rng: random.Random) -> Candidate:
-    def rank(worker: Candidate) -> tuple[bool, int, int, float]:
-        return (worker.num_free_blocks < num_blocks, worker.num_active, -worker.num_free_blocks, rng.random())
-
-    return min(workers, key=rank)
+def _why_none(workers: Sequence[Candidate], demand: Demand) -> str:
+    can_prefill = any(
+        worker.is_ready and Role.PREFILL in worker.role and demand.is_allowed(worker) for worker in workers
+    )
+    role, does = (Role.DECODE, "decode") if can_prefill else (Role.PREFILL, "prefill")
+    return f"no worker can {does}: {_why_not(workers, role, demand)}"
 
 
 def _why_not(workers: Sequence[Candidate], role: Role, demand: Demand) -> str:

@@ -11,7 +11,14 @@ from protos import workers_pb2, workers_pb2_grpc
 from protos.calls import Context
 from protos.errors import InvalidArgument, ServiceError
 from router.links import Links
-from router.messages import load_from_message, profile_from_hello, role_from_value, role_to_value, status_of
+from router.messages import (
+    changes_from_message,
+    command_message,
+    load_from_message,
+    profile_from_hello,
+    role_from_value,
+    status_of,
+)
 from router.service import InferenceService
 from router.workers import Worker, WorkerTable
 
@@ -26,7 +33,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
     async def Register(
         self, request_iterator: AsyncIterator[workers_pb2.WorkerReport], context: Context
     ) -> AsyncIterator[workers_pb2.RouterCommand]:
-        """The first command confirms the role; then one for every change."""
+        """The first command confirms the role; then one for whatever the worker is told."""
         first = await anext(request_iterator, None)
         if first is None:
             return
@@ -37,11 +44,11 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         logger.info("worker %s registered: %s at %s", name, worker.role.name, worker.profile.address)
         reading = asyncio.create_task(self._take_reports(worker, request_iterator))
         try:
-            yield workers_pb2.RouterCommand(set_role=role_to_value(worker.role))
+            yield command_message(worker.role)
             while (command := await worker.commands.get()) is not None:
                 if isinstance(command, ServiceError):
                     raise command
-                yield workers_pb2.RouterCommand(set_role=role_to_value(command))
+                yield command_message(command)
         finally:
             self._table.lost(worker)  # first: nothing that is still to be waited for may keep it in use
             reading.cancel()
@@ -53,6 +60,8 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         try:
             async for report in reports:
                 self._table.report(worker, load_from_message(report.load))
+                if report.HasField("cache"):
+                    self._table.cache_changed(worker, changes_from_message(report.cache))
         except ServiceError as error:
             worker.commands.put_nowait(error)
         finally:
@@ -72,7 +81,12 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
     async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
         return workers_pb2.Status(
             workers=[
-                status_of(worker, self._table.state(worker), self._table.age_s(worker))
+                status_of(
+                    worker,
+                    self._table.state(worker),
+                    self._table.age_s(worker),
+                    self._table.prefixes.num_blocks(worker.profile.id),
+                )
                 for worker in self._table.workers()
             ],
             num_requests_in_flight=self._inference.num_in_flight,

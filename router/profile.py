@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, InvalidArgument
-from router.placement import Role, WorkerId
+from router.candidate import Role, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class WorkerProfile:
     drafter: str = ""
     metrics_address: str = ""
     max_context_tokens: int | None = None  # None: as many as the model allows
+    max_running: int = 0  # sequences that decode at once; 0: not known
 
 
 def refuse_misfit(profile: WorkerProfile, others: Sequence[WorkerProfile], tokenizer_digest: str) -> None:

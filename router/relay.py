@@ -15,17 +15,20 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from model.block_pool import BlockHash
 from protos import inference_pb2 as pb
 from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, InvalidArgument, NoWorker
 from protos.tracing import Span
 from router import metrics
 from router.attempt import Attempt, AttemptFailed, ended_early
-from router.config import RelayPolicy
+from router.config import PlacementPolicy, RelayPolicy
+from router.demand import Demand
 from router.dispatch import Dispatch
 from router.links import Links
 from router.messages import emitted_tokens
 from router.move import Move, moved
-from router.placement import Demand, Placement, WorkerId, place
+from router.placement import Placement, WorkerId
+from router.placer import Placer
 from router.timeline import RequestClock, Served, joined, timeline, usage
 from router.validation import Request
 from router.workers import WorkerTable
@@ -51,6 +54,7 @@ class Progress:
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
     last: pb.GenerateResponse | None = None  # the message that ended the answer
     avoid: set[WorkerId] = field(default_factory=set)
+    hashes: list[BlockHash] = field(default_factory=list)  # of what is to be prefilled
     num_retries: int = 0
     num_resumes: int = 0
     num_moves: int = 0
@@ -101,11 +105,19 @@ class Progress:
 
 
 class Relay:
-    def __init__(self, table: WorkerTable, links: Links, policy: RelayPolicy, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        table: WorkerTable,
+        links: Links,
+        policy: RelayPolicy,
+        rng: random.Random | None = None,
+        placement: PlacementPolicy | None = None,
+    ) -> None:
         self._table = table
         self._links = links
         self._policy = policy
         self._rng = rng or random.Random()
+        self._placer = Placer(table, placement or PlacementPolicy(), self._rng)
 
     def messages(self, request: Request, clock: RequestClock, deadline_at: float | None) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
@@ -132,6 +144,7 @@ class Relay:
                 progress.move.dispatch.end()
         assert attempt is not None
         summary = _summary(progress, progress.last, attempt)
+        metrics.observe_prefix(attempt.placement, summary.usage)
         if not progress.is_choice:
             metrics.observe(summary)
         yield summary.SerializeToString()
@@ -173,7 +186,8 @@ class Relay:
         give_up_at = time.monotonic() + self._policy.wait_for_worker_s
         while True:
             try:
-                return place(self._table.snapshot(), self._demand(progress), progress.avoid, self._rng)
+                progress.hashes = await self._placer.hashes(progress.token_ids)
+                return self._placer.place(self._demand(progress), progress.avoid)
             except NoWorker:
                 remaining_s = give_up_at - time.monotonic()
                 if progress.remaining_s is not None:
@@ -183,14 +197,9 @@ class Relay:
                 await self._table.wait_changed(remaining_s)
 
     def _demand(self, progress: Progress) -> Demand:
-        num_prompt_tokens, max_tokens = len(progress.request.token_ids), progress.request.sampling.max_tokens
-        num_tokens = num_prompt_tokens + progress.num_relayed
-        return Demand(
-            num_blocks=self._num_blocks(num_tokens),
-            num_blocks_in_all=self._num_blocks(num_prompt_tokens + max_tokens) - 1,
-            wants_decode=progress.wants_decode,
-            num_tokens=num_tokens + 1,
-            num_tokens_in_all=num_prompt_tokens + max_tokens,
+        num_tokens = len(progress.request.token_ids) + progress.num_relayed
+        return self._placer.demand(
+            progress.request, num_tokens, wants_decode=progress.wants_decode, hashes=progress.hashes
         )
 
     async def _run(self, attempt: Attempt, progress: Progress) -> AsyncGenerator[bytes, None]:
@@ -205,6 +214,7 @@ class Relay:
                         dispatch.prefilled()
                         if not attempt.arrives:
                             progress.clock.attempt_token()
+                            metrics.observe_ttft(attempt.placement, progress.clock)
                     yield raw
             progress.clock.last_token()
             if not progress.is_complete():
@@ -221,8 +231,7 @@ class Relay:
         if progress.move is not None:
             move, progress.move = progress.move, None
             return move.dispatch
-        num_tokens = len(attempt.token_ids)
-        return self._table.dispatch(attempt.placement, num_tokens, self._num_blocks(num_tokens))
+        return self._placer.dispatch(progress.request, attempt.placement, len(attempt.token_ids))
 
     async def _prepare_next(self, progress: Progress, attempt: Attempt, failure: AttemptFailed) -> None:
         """Decides whether there is a next attempt, avoids who failed this one, and waits a moment.
@@ -254,11 +263,6 @@ class Relay:
         logger.warning("request %s: %s; placing it again", progress.request.request_id, error)
         delay_s = min(_MAX_DELAY_S, self._policy.retry_delay_s * 2 ** (num_failures - 1)) * self._rng.uniform(0.5, 1)
         await asyncio.sleep(max(delay_s, error.retry_after_s or 0.0))
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        """With room for the answer to begin."""
-        layout = self._table.layout
-        return 0 if layout is None else layout.num_blocks(num_tokens) + 1
 
 
 def _attempt_span(progress: Progress, placement: Placement, *, moved: bool = False) -> Span:

@@ -72,7 +72,7 @@ class Router:
         self._config = config
         self._links = Links()
         self.table = WorkerTable(card.tokenizer_digest)
-        relay = Relay(self.table, self._links, config.relay, rng)
+        relay = Relay(self.table, self._links, config.relay, rng, config.placement)
         self.inference = InferenceService(card, self.table, relay, config.max_prompt_bytes)
         self._server = GrpcServer(config.host, config.port)
         self._server.add_handlers(SERVICE, self.inference.handlers())

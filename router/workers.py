@@ -6,76 +6,40 @@ Event loop only. It knows neither gRPC nor requests: services feed it, and `rout
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 from model.kv_layout import KVLayout
-from protos.errors import FailedPrecondition, NotFound, ServiceError
+from protos.errors import FailedPrecondition, NotFound
+from router.cache_changes import CacheChanges
+from router.candidate import Candidate, Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
-from router.placement import Candidate, Placement, Role, WorkerId
+from router.fleet import Fleet
+from router.placement import Placement
+from router.prefix_index import PrefixIndex
 from router.profile import WorkerProfile, refuse_misfit
+from router.worker import DumpCache, Replaced, Worker, WorkerLoad, WorkerState
+
+__all__ = ["Replaced", "Worker", "WorkerLoad", "WorkerState", "WorkerTable"]
 
 _SETTLE_S = 0.1  # a report may have been under way for so long: what was sent since is counted beside it
 _SILENCE_S = 5.0  # workers report every second; one that is silent gets nothing new
 _REMEMBER_LOST_S = 300.0
 
 
-class WorkerState(enum.Enum):
-    READY = 1
-    DRAINING = 2
-    LOST = 3  # the router's own finding, as the next one
-    SILENT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What a worker reports again and again."""
-
-    state: WorkerState
-    queued_prefill_tokens: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    num_free_blocks: int = 0
-    num_used_blocks: int = 0
-    num_quarantined_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-
-
-class Replaced(FailedPrecondition):
-    """Another process has registered under this worker's name."""
-
-    reason = "WORKER_REPLACED"
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One registration. `commands` carries roles to the worker, or an error that ends its stream."""
-
-    profile: WorkerProfile
-    role: Role
-    load: WorkerLoad
-    reported_at: float
-    is_reachable: bool = True
-    is_drained: bool = False  # an operator has said so
-    commands: asyncio.Queue[Role | ServiceError | None] = field(default_factory=asyncio.Queue)
-    dispatches: Dispatches = field(default_factory=Dispatches)
-    fingerprint: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.fingerprint = self.profile.layout.fingerprint  # it is a hash, and asked for with each placement
-
-
 class WorkerTable:
-    """`tokenizer_digest`, if given, is what every worker's must be."""
+    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches."""
 
     def __init__(self, tokenizer_digest: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer_digest = tokenizer_digest
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._changed = asyncio.Event()
+        self._fleet = Fleet()
+        self._stale: set[Worker] = set()  # not yet in the fleet as they are now
+        self._by_age: dict[Worker, None] = {}  # the one first that was heard of longest ago, unless it is silent
+        self.prefixes = PrefixIndex()
 
     def register(self, profile: WorkerProfile, load: WorkerLoad) -> Worker:
         """Takes a worker in; one that is registered under its name is replaced.
@@ -94,12 +58,16 @@ class WorkerTable:
             known.commands.put_nowait(
                 None if same_process else Replaced(f"another process has registered as {profile.id.name!r}")
             )
-        self._workers = {name: other for name, other in self._workers.items() if not self._is_forgotten(other)}
+        for name in [name for name, other in self._workers.items() if self._is_forgotten(other)]:
+            del self._workers[name]
+            self._fleet.remove(name)
         worker = Worker(profile, role, load, self._clock(), is_drained=is_drained)
         if known is not None and same_process:
             worker.dispatches, known.dispatches = known.dispatches, Dispatches()  # what runs there still does
-            self._heard(worker)
+        worker.dispatches.on_change = partial(self._stale.add, worker)
+        self._heard(worker)
         self._workers[profile.id.name] = worker
+        self.prefixes.join(profile.id, profile.num_blocks)
         self._tell_dispatches(worker)
         self._notify()
         return worker
@@ -115,8 +83,15 @@ class WorkerTable:
         if self._is_ready(worker) != was_ready:
             self._notify()
 
+    def cache_changed(self, worker: Worker, changes: CacheChanges) -> None:
+        """What has become findable there, and what no longer is. Where something was missed, all is asked for."""
+        if worker.load.state is not WorkerState.LOST and self.prefixes.apply(worker.profile.id, changes):
+            worker.commands.put_nowait(DumpCache())
+
     def lost(self, worker: Worker) -> None:
         """Its stream has ended."""
+        if worker.load.state is not WorkerState.LOST:
+            self.prefixes.leave(worker.profile.id)
         worker.load = WorkerLoad(WorkerState.LOST)
         self._heard(worker)
         self._notify()
@@ -126,6 +101,7 @@ class WorkerTable:
         worker = self._workers.get(worker_id.name)
         if worker is not None and worker.profile.id == worker_id:
             worker.is_reachable = False
+            self._stale.add(worker)
             self._notify()
 
     def silent(self) -> list[WorkerId]:
@@ -143,6 +119,7 @@ class WorkerTable:
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
         worker.role = role
+        self._stale.add(worker)
         worker.commands.put_nowait(role)
         self._notify()
 
@@ -154,11 +131,17 @@ class WorkerTable:
         """
         worker = self._registered(name)
         worker.is_drained = is_drained
+        self._stale.add(worker)
         self._tell_dispatches(worker)
         self._notify()
 
-    def dispatch(self, placement: Placement, num_tokens: int, num_blocks: int) -> Dispatch:
-        """Counts an attempt at once, not when its workers report it. `end` it in a finally."""
+    def dispatch(
+        self, placement: Placement, num_tokens: int, num_blocks: int, at_most: tuple[int, int] | None = None
+    ) -> Dispatch:
+        """Counts an attempt at once, not when its workers report it. `end` it in a finally.
+
+        `num_tokens` of the prompt have to be computed; `at_most` are the tokens and the blocks of the whole answer.
+        """
         prefill, decode = (
             None if worker is None else self._workers[worker.id.name]
             for worker in (placement.prefill, placement.decode)
@@ -170,13 +153,24 @@ class WorkerTable:
             prefill=None if prefill is None else prefill.dispatches,
             decode=None if decode is None else decode.dispatches,
         )
+        if at_most is not None and (answer_s := placement.answer_s(at_most[0])) is not None:
+            dispatch.ends_at, dispatch.num_blocks_in_all = dispatch.at + answer_s, at_most[1]
         dispatch.begin()
         if decode is not None and _is_leaving(decode):
             dispatch.leaving.set()
         return dispatch
 
-    def snapshot(self) -> list[Candidate]:
-        return [self._candidate(worker) for worker in self._workers.values()]
+    def snapshot(self) -> Fleet:
+        """As of now. It changes with what happens next: not to be kept."""
+        now = self._fleet.now = self._clock()
+        while self._by_age and now - (oldest := next(iter(self._by_age))).reported_at >= _SILENCE_S:
+            del self._by_age[oldest]
+            self._stale.add(oldest)
+        for worker in self._stale:
+            if self._workers.get(worker.profile.id.name) is worker:
+                self._fleet.put(self._candidate(worker, now))
+        self._stale.clear()
+        return self._fleet
 
     def workers(self) -> list[Worker]:
         """By name, with those that were lost lately. Changes nothing: metrics are read in a thread of their own."""
@@ -242,6 +236,9 @@ class WorkerTable:
 
     def _heard(self, worker: Worker) -> None:
         worker.reported_at = self._clock()
+        self._by_age.pop(worker, None)
+        self._by_age[worker] = None
+        self._stale.add(worker)
         worker.dispatches.reported(worker.reported_at - _SETTLE_S)
 
     def _notify(self) -> None:
@@ -258,7 +255,7 @@ class WorkerTable:
     def _is_ready(self, worker: Worker) -> bool:
         return self.state(worker) is WorkerState.READY and worker.is_reachable
 
-    def _candidate(self, worker: Worker) -> Candidate:
+    def _candidate(self, worker: Worker, now: float) -> Candidate:
         load, sent = worker.load, worker.dispatches
         return Candidate(
             id=worker.profile.id,
@@ -271,6 +268,12 @@ class WorkerTable:
             num_active=max(load.num_running + load.num_waiting, sent.num_decoding),
             num_free_blocks=load.num_free_blocks - sent.num_coming_blocks,
             max_context_tokens=worker.profile.max_context_tokens,
+            max_running=worker.profile.max_running,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+            decode_batch=load.decode_batch,
+            tokens_per_step=load.tokens_per_step,
+            releases=sent.releases(now),
         )
 
 

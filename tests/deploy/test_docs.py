@@ -28,7 +28,7 @@ def test_operations_lists_every_metric_and_no_other() -> None:
     assert listed == exported
 
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("grpc", "hand-over", "life-of-a-request", "operations"))]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 def test_grpc_page_tells_every_field_of_a_request_with_its_limits() -> None:

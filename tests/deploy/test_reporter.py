@@ -12,7 +12,9 @@ import grpc.aio
 import pytest
 
 from deploy import reporter
+from deploy.cache_feed import CacheFeed
 from deploy.reporter import Reporter
+from model.block_pool import BlockPool
 from protos import workers_pb2, workers_pb2_grpc
 from protos.errors import FailedPrecondition, ServiceError
 from protos.serve import GrpcServer
@@ -44,7 +46,7 @@ async def reporting_to(router: Router) -> AsyncIterator[asyncio.Task[None]]:
     server.add(workers_pb2_grpc.add_WorkersServicer_to_server, router)
     await server.start()
     hello, load = workers_pb2.WorkerHello(worker_id="w"), workers_pb2.WorkerLoad()
-    running = asyncio.create_task(Reporter(server.address, hello, lambda: load).run())
+    running = asyncio.create_task(Reporter(server.address, hello, lambda: load, CacheFeed(BlockPool(4))).run())
     try:
         yield running
     finally:

@@ -23,10 +23,16 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
+        self.told: set[bytes] = set()  # findable, as its changes say
+        self.pool.on_change = self.change
         self.holders: list[list[int]] = []  # each is one reference to each of its blocks
         self.content: dict[int, bytes] = {}  # findable blocks
         self.resting: list[int] = []  # free and findable, the next to be evicted first
         self.generations = [0] * NUM_BLOCKS
+
+    def change(self, block_hash: bytes, is_findable: bool) -> None:
+        assert (block_hash in self.told) != is_findable, "what is told is news"
+        self.told ^= {block_hash}
 
     def references(self, block_id: int) -> int:
         return sum(holder.count(block_id) for holder in self.holders)
@@ -114,6 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_used == len(self.held())
         assert self.pool.num_free == NUM_BLOCKS - len(self.held())
         assert self.pool.num_cached == len(self.resting)
+        assert self.told == set(self.pool.findable()) == set(self.content.values())
         assert [self.pool.generation(block_id) for block_id in range(NUM_BLOCKS)] == self.generations
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.dispatch import Dispatch
-from router.placement import Placement, Role
+from router.fleet import Fleet
+from router.placement import Candidate, Placement, Role
 from router.workers import Worker, WorkerLoad, WorkerState, WorkerTable
 from tests.router.test_workers import Clock, candidate, profile
 
@@ -59,8 +62,9 @@ class Events(RuleBasedStateMachine):
     def dispatch(self, prefill: str | None, decode: str | None, num_tokens: int, blocks: int) -> None:
         if prefill == decode:
             return
-        chosen = [None if name is None else candidate(self.table, name) for name in (prefill, decode)]
-        dispatch = self.table.dispatch(Placement(chosen[0], chosen[1]), num_tokens, blocks)
+        first, then = [None if name is None else candidate(self.table, name) for name in (prefill, decode)]
+        placement = Placement(first, then, ttft_s=1.0, tpot_s=0.25 * num_tokens)
+        dispatch = self.table.dispatch(placement, num_tokens, blocks, at_most=(5, blocks + 2))
         on = self._process_of(prefill), self._process_of(decode)
         self.log.append(Logged(dispatch, self.clock.now, num_tokens, blocks, prefill=on[0], decode=on[1]))
 
@@ -82,9 +86,9 @@ class Events(RuleBasedStateMachine):
     def wait(self, elapsed_s: float) -> None:
         self.clock.now += elapsed_s
 
-    @rule(name=names)
-    def report(self, name: str) -> None:
-        self.table.report(self.workers[name], REPORTED)
+    @rule(name=names, rate=st.sampled_from([0.0, 500.0, 900.0]), step_s=st.sampled_from([0.0, 0.02]))
+    def report(self, name: str, rate: float, step_s: float) -> None:
+        self.table.report(self.workers[name], replace(REPORTED, prefill_tokens_per_s=rate, decode_step_s=step_s))
         if self.workers[name].load.state is not WorkerState.LOST:
             self.heard_at[name] = self.clock.now
 
@@ -93,10 +97,31 @@ class Events(RuleBasedStateMachine):
         self.table.lost(self.workers[name])
         self.heard_at[name] = self.clock.now
 
+    @rule(name=names, role=st.sampled_from(Role))
+    def set_role(self, name: str, role: Role) -> None:
+        if self.workers[name].load.state is not WorkerState.LOST:
+            self.table.set_role(name, role)
+
+    @rule(name=names)
+    def unreachable(self, name: str) -> None:
+        self.table.unreachable(self.workers[name].profile.id)
+
     @rule(name=names, is_same_process=st.booleans())
     def register(self, name: str, is_same_process: bool) -> None:
         self.process[name] += not is_same_process
         self._register(name)
+
+    @invariant()
+    def fleet_is_as_if_made_anew(self) -> None:
+        """It is kept up to date worker by worker, and only where something changed."""
+        fleet = self.table.snapshot()
+        anew = Fleet([self.table._candidate(worker, self.clock.now) for worker in self.table.workers()])
+        assert _as_of_no_time(fleet) == _as_of_no_time(anew)
+        assert _lines(fleet) == _lines(anew)
+        assert (fleet.typical.token_s, fleet.typical.sequence_s) == (
+            anew.typical.token_s and pytest.approx(anew.typical.token_s),
+            anew.typical.sequence_s and pytest.approx(anew.typical.sequence_s),
+        )
 
     @invariant()
     def sums_are_a_recount(self) -> None:
@@ -115,8 +140,30 @@ class Events(RuleBasedStateMachine):
             assert self.workers[name].dispatches.num_in_hand == in_hand
             assert found.num_queued_tokens == load.queued_prefill_tokens + sum(unreported)
             assert found.num_active == max(load.num_running, sum(each.decode == here for each in open_))
+            ends = sorted(
+                (each.at + 1.0 + each.num_tokens, each.num_blocks + 2) for each in open_ if each.decode == here
+            )
+            assert self.workers[name].dispatches.releases(0.0) == tuple(ends[:8])
+            later = [end for end in ends if end[0] >= self.clock.now]
+            assert self.workers[name].dispatches.releases(self.clock.now) == tuple(later[:8])
             taken = sum(each.num_blocks for each in coming if each.decode == here)
             assert found.num_free_blocks == load.num_free_blocks - taken
+
+
+def _as_of_no_time(fleet: Fleet) -> dict[str, Candidate]:
+    """What is over by now need not have been taken out."""
+    return {each.id.name: replace(each, releases=()) for each in fleet}
+
+
+def _lines(fleet: Fleet) -> dict[str, list[dict[Any, list[Any]]]]:
+    """The names of each line in order, and what they are in order by."""
+    return {
+        layout: [
+            {speed: keys for speed, (keys, _) in lines._lines.items()}
+            for lines in (pools.prefill, pools.decode, pools.both, pools.both_as_decode)
+        ]
+        for layout, pools in fleet.pools.items()
+    }
 
 
 Events.TestCase.settings = settings(max_examples=60, deadline=None)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.errors import NoWorker
+from router.fleet import Fleet
 from router.placement import Candidate, Demand, Placement, Role, WorkerId, can_serve, place, place_moved
 
 DEMAND = Demand(num_blocks=4, num_blocks_in_all=10, wants_decode=True)
@@ -50,7 +51,7 @@ def names(placement: Placement) -> tuple[str | None, str | None]:
 
 
 def placed(*workers: Candidate, demand: Demand = DEMAND, avoid: tuple[str, ...] = ()) -> tuple[str | None, str | None]:
-    return names(place(workers, demand, {WorkerId(name, "e1") for name in avoid}, random.Random(1)))
+    return names(place(Fleet(workers), demand, {WorkerId(name, "e1") for name in avoid}, random.Random(1)))
 
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -60,9 +61,9 @@ def test_a_worker_whose_cache_could_never_hold_the_answer_is_not_taken() -> None
     small = worker("small", Role.DECODE, blocks=9)
     large = worker("large", Role.DECODE, active=7, blocks=10)
     prefill = worker("p", Role.PREFILL, blocks=4)
-    assert names(place([prefill, small, large], DEMAND, (), random.Random(0))) == ("p", "large")
-    assert names(place([prefill, small, large], DEMAND, [large.id], random.Random(0))) == ("p", "large")
-    assert names(place([worker("both", Role.BOTH, blocks=9), prefill, large], DEMAND, (), random.Random(0))) == (
+    assert names(place(Fleet([prefill, small, large]), DEMAND, (), random.Random(0))) == ("p", "large")
+    assert names(place(Fleet([prefill, small, large]), DEMAND, [large.id], random.Random(0))) == ("p", "large")
+    assert names(place(Fleet([worker("both", Role.BOTH, blocks=9), prefill, large]), DEMAND, (), random.Random(0))) == (
         "p",
         "large",
     )
@@ -71,7 +72,7 @@ def test_a_worker_whose_cache_could_never_hold_the_answer_is_not_taken() -> None
 def test_where_no_cache_is_large_enough_a_worker_is_asked_all_the_same() -> None:
     """It refuses, and says what would be right."""
     workers = [worker("p", Role.PREFILL), worker("d", Role.DECODE, blocks=9)]
-    assert names(place(workers, DEMAND, (), random.Random(0))) == ("p", "d")
+    assert names(place(Fleet(workers), DEMAND, (), random.Random(0))) == ("p", "d")
 
 
 LONG = replace(DEMAND, num_tokens=13, num_tokens_in_all=40)
@@ -92,8 +93,8 @@ def test_a_worker_that_takes_no_sequences_as_long_is_never_taken() -> None:
         ([worker("b", B, context=39)], "prefill"),
     ):
         with pytest.raises(NoWorker, match=f"no worker can {role}: .* a --max-context below the 40 tokens of this"):
-            place(workers, LONG, (), random.Random(0))
-    assert can_serve([low, short])
+            place(Fleet(workers), LONG, (), random.Random(0))
+    assert can_serve(Fleet([low, short]))
 
 
 def test_roles_are_numbered_as_in_the_contract() -> None:
@@ -152,7 +153,7 @@ def test_restarted_worker_is_not_the_one_to_avoid() -> None:
     restarted = replace(worker("d0", D), id=WorkerId("d0", "e2"))
     avoid = {WorkerId("d0", "e1"), WorkerId("d1", "e1")}
     workers = [worker("p", P), restarted, worker("d1", D)]
-    assert names(place(workers, DEMAND, avoid, random.Random(1))) == ("p", "d0")
+    assert names(place(Fleet(workers), DEMAND, avoid, random.Random(1))) == ("p", "d0")
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,14 @@ def test_restarted_worker_is_not_the_one_to_avoid() -> None:
 )
 def test_who_is_missing_is_said(workers: list[Candidate], problem: str) -> None:
     with pytest.raises(NoWorker, match=problem):
-        place(workers, DEMAND, (), random.Random(1))
-    assert not can_serve(workers)
+        place(Fleet(workers), DEMAND, (), random.Random(1))
+    assert not can_serve(Fleet(workers))
 
 
 def test_ties_are_broken_by_chance_and_evenly() -> None:
     fleet = [worker(f"p{index}", P) for index in range(4)] + [worker(f"d{index}", D) for index in range(4)]
     rng = random.Random(7)
-    chosen = [names(place(fleet, DEMAND, (), rng)) for _ in range(800)]
+    chosen = [names(place(Fleet(fleet), DEMAND, (), rng)) for _ in range(800)]
     for position in (0, 1):
         counts = [sum(pair[position] == name for pair in chosen) for name in {pair[position] for pair in chosen}]
         assert len(counts) == 4 and min(counts) > 150
@@ -214,7 +215,7 @@ fleets = st.lists(
 def test_a_placement_is_always_one_that_works(workers: list[Candidate], seed: int, wants_decode: bool) -> None:
     demand = Demand(4, 10, wants_decode)
     try:
-        placement = place(workers, demand, (), random.Random(seed))
+        placement = place(Fleet(workers), demand, (), random.Random(seed))
     except NoWorker:
         ready = [each for each in workers if each.is_ready]
         pairs = [(a, b) for a in ready for b in ready if P in a.role and D in b.role and a.fingerprint == b.fingerprint]
@@ -232,11 +233,11 @@ def test_a_placement_is_always_one_that_works(workers: list[Candidate], seed: in
 
 @given(fleets, st.integers(0, 2**32))
 def test_serving_means_that_a_request_can_be_placed(workers: list[Candidate], seed: int) -> None:
-    if can_serve(workers):
-        assert place(workers, DEMAND, (), random.Random(seed)).decode is not None
+    if can_serve(Fleet(workers)):
+        assert place(Fleet(workers), DEMAND, (), random.Random(seed)).decode is not None
     else:
         with pytest.raises(NoWorker):
-            place(workers, DEMAND, (), random.Random(seed))
+            place(Fleet(workers), DEMAND, (), random.Random(seed))
 
 
 def moved_to(*others: Candidate, avoid: tuple[str, ...] = ()) -> str | None:

@@ -59,7 +59,7 @@ def placement_of(table: WorkerTable) -> Placement:
 
 def test_load_is_counted_at_dispatch_and_taken_back_at_the_end(table: WorkerTable) -> None:
     two_pools(table)
-    before = table.snapshot()
+    before = list(table.snapshot())
     dispatch = table.dispatch(placement_of(table), num_tokens=40, num_blocks=3)
     assert candidate(table, "p").num_queued_tokens == 40
     assert (candidate(table, "d").num_active, candidate(table, "d").num_free_blocks) == (1, 97)
@@ -68,7 +68,7 @@ def test_load_is_counted_at_dispatch_and_taken_back_at_the_end(table: WorkerTabl
     assert (candidate(table, "d").num_active, candidate(table, "d").num_free_blocks) == (1, 100)
     dispatch.end()
     dispatch.end()
-    assert table.snapshot() == before
+    assert list(table.snapshot()) == before
 
 
 def test_report_takes_over_what_it_can_have_seen(table: WorkerTable, clock: Clock) -> None:

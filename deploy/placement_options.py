@@ -1,0 +1,55 @@
+"""Options of the router that say where requests go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from deploy.options import group_of, setting
+from router.config import LimitPolicy, PlacementPolicy
+
+_AT_LEAST_0, _ABOVE_0 = click.FloatRange(0), click.FloatRange(0, min_open=True)
+_POLICY, _LIMITS = PlacementPolicy(), LimitPolicy()
+
+placement_options = group_of(
+    setting(
+        "--max-backlog-s",
+        type=_AT_LEAST_0,
+        default=_LIMITS.max_backlog_s,
+        help="Prompts wait at the router while every prefill worker is busy for longer than this, as predicted.",
+    ),
+    setting(
+        "--max-sequences",
+        type=click.IntRange(1),
+        help="Sequences on one decode worker, at most.  [default: what it runs at once]",
+    ),
+    setting(
+        "--local-prefill-ms",
+        type=_AT_LEAST_0,
+        default=_POLICY.max_added_step_s * 1000,
+        help="Let a decode worker prefill what takes it no longer than this, where that is sooner. 0: never.",
+    ),
+    setting(
+        "--transfer-gb-s",
+        type=_ABOVE_0,
+        default=_POLICY.transfer_bytes_per_s / 1e9,
+        help="How fast KV is taken to move from worker to worker.",
+    ),
+    setting(
+        "--affinity-ms",
+        type=_AT_LEAST_0,
+        default=_POLICY.affinity_s * 1000,
+        help="How much later an answer may come for the sake of staying where its session was.",
+    ),
+)
+
+
+def take_policy(settings: dict[str, Any]) -> PlacementPolicy:
+    """Takes these options out of a command's settings."""
+    return PlacementPolicy(
+        limits=LimitPolicy(max_backlog_s=settings.pop("max_backlog_s"), max_sequences=settings.pop("max_sequences")),
+        transfer_bytes_per_s=settings.pop("transfer_gb_s") * 1e9,
+        max_added_step_s=settings.pop("local_prefill_ms") / 1000,
+        affinity_s=settings.pop("affinity_ms") / 1000,
+    )

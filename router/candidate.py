@@ -1,0 +1,47 @@
+"""A worker as placement sees it: who it is, what it may do, how loaded it is and how fast it has been."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Flag):
+    """As numbered in workers.proto."""
+
+    PREFILL = 1
+    DECODE = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerId:
+    """One process: a restarted worker has the same name and another epoch."""
+
+    name: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker at one moment, its load with what was sent there and is not yet in its reports.
+
+    Speeds are what it has measured lately; 0 where it has not measured any yet.
+    """
+
+    id: WorkerId
+    address: str
+    role: Role
+    is_ready: bool
+    fingerprint: str  # of the KV layout
+    num_blocks: int  # of its whole cache
+    num_queued_tokens: int  # to be prefilled
+    num_active: int  # sequences that decode, wait to, or are on their way
+    num_free_blocks: int
+    max_context_tokens: int | None = None  # of a sequence; None: as many as the model allows
+    max_running: int = 0  # sequences that decode at once; 0: not known
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0  # with `decode_batch` sequences
+    decode_batch: float = 0.0
+    tokens_per_step: float = 0.0  # of one sequence: above 1 where drafts are accepted
+    releases: tuple[tuple[float, int], ...] = ()  # (when, blocks) of sequences that will have ended, soonest first

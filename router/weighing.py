@@ -1,0 +1,184 @@
+"""What speaks for one worker and against another, for one request: the order in which placement prefers them. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from router.candidate import Candidate, Role, WorkerId
+from router.config import PlacementPolicy
+from router.demand import Demand
+from router.fleet import Entry, Fleet, Lines, Pools
+from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_free_blocks_at, tpot_of
+
+_MATCHED_AT_MOST = 12  # workers with the longest prefixes are looked at, beside the least loaded ones
+
+Rank: TypeAlias = tuple[bool, float, float, float, float]
+"""The lower the better: beyond its limits; cost; and among equals what it holds, what is free there, and chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    entry: Entry
+    rank: Rank
+    misfit: tuple[bool, bool] = (False, False)  # its cache is too small; it is to be avoided
+
+    @property
+    def is_beyond(self) -> bool:
+        """Its limits. One that is too small is asked all the same: it says what is wrong."""
+        return self.rank[0] and not self.misfit[0]
+
+
+class Weighing:
+    """Costs are seconds, or while nobody knows how fast anybody prefills, tokens to prefill."""
+
+    def __init__(
+        self, fleet: Fleet, demand: Demand, avoid: Collection[WorkerId], rng: random.Random, policy: PlacementPolicy
+    ) -> None:
+        self._demand = demand
+        self._num_prompt_tokens = demand.num_prompt_tokens
+        self._avoid = avoid
+        self._rng = rng
+        self._policy = policy
+        self._now = fleet.now
+        self._typical = fleet.typical
+        self._alike = self._typical.rounded()
+        longest = demand.prefix.longest(rng, _MATCHED_AT_MOST)
+        self._longest = [worker for worker, _ in longest]
+        self._cached = {worker.name: num_blocks * demand.block_size for worker, num_blocks in longest}
+        self.knows_prefill = self._typical.token_s is not None
+        self.knows_decode = self._typical.sequence_s is not None
+
+    def pick(self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]) -> Pick | None:
+        """The best at the heads of the lines and of the `others`, who may have a reason to come before these.
+
+        Workers to avoid, or whose cache is too small, are taken only if there is no other.
+        """
+        lines = [each for each in lines if len(each)]
+        best: Pick | None = None
+        for entry, entry_rank in self._found(lines, rank, others):
+            if best is None or entry_rank < best.rank:
+                best = Pick(entry, entry_rank)
+        if best is not None:
+            return best
+        everyone = [entry for each in lines for walk in each.walks(self._rng) for entry in walk]
+        allowed = [entry for entry in everyone if self._demand.is_allowed(entry.worker)]
+        picks = [Pick(entry, rank(entry), self._misfit(entry.worker)) for entry in allowed]
+        return min(picks, key=lambda pick: (pick.misfit, pick.rank), default=None)
+
+    def _found(
+        self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]
+    ) -> Iterator[tuple[Entry, Rank]]:
+        """Of a line up to the first that is within its limits: behind it nobody costs less."""
+        for each in lines:
+            for walk in each.walks(self._rng):
+                for entry in walk:
+                    if self.is_plain(entry.worker):
+                        entry_rank = rank(entry)
+                        yield entry, entry_rank
+                        if not entry_rank[0]:
+                            break
+        for entry in others:
+            if self.is_plain(entry.worker):
+                yield entry, rank(entry)
+
+    def is_plain(self, worker: Candidate) -> bool:
+        return self._demand.is_allowed(worker) and self._misfit(worker) == (False, False)
+
+    def _misfit(self, worker: Candidate) -> tuple[bool, bool]:
+        return not self._demand.fits(worker), bool(self._avoid) and worker.id in self._avoid
+
+    def favoured(self, pools: Pools) -> dict[Role, list[Entry]]:
+        """Those that hold most of the prompt, or served its session."""
+        found: dict[Role, list[Entry]] = {Role.PREFILL: [], Role.DECODE: [], Role.BOTH: []}
+        for worker in (*self._longest, *self._demand.session):
+            entry = pools.entries.get(worker.name)
+            if entry is not None and entry.worker.id == worker:
+                found[entry.worker.role].append(entry)
+        return found
+
+    def num_cached(self, worker: Candidate) -> int:
+        num_cached = self._cached.get(worker.id.name)
+        if num_cached is None:
+            num_cached = self._cached[worker.id.name] = self._demand.num_cached(worker)
+        return num_cached
+
+    def num_uncached(self, worker: Candidate) -> int:
+        return self._num_prompt_tokens - self.num_cached(worker)
+
+    def pace(self, entry: Entry) -> Pace:
+        """As measured; the others' mean where it has not measured itself."""
+        return Pace(
+            entry.measured.token_s or self._typical.token_s, entry.measured.sequence_s or self._typical.sequence_s
+        )
+
+    def for_prefill(self, entry: Entry) -> Rank:
+        worker = entry.worker
+        cost = self._token_s(entry) * (worker.num_queued_tokens + self.num_uncached(worker))
+        if worker.id in self._demand.session:
+            cost -= self._policy.affinity_s if self.knows_prefill else self._num_prompt_tokens
+        return self._prefill_is_beyond(entry), cost, 0.0, 0.0, self._rng.random()
+
+    def for_decode(self, entry: Entry, in_s: float) -> Rank:
+        """`in_s`: when the prompt will have been computed elsewhere, and its KV be here."""
+        worker = entry.worker
+        cost = self._decode_cost(entry)
+        if self.knows_prefill:
+            cost += self.transfer_s(worker)
+        if worker.id in self._demand.session:
+            cost -= self._policy.affinity_s if self.knows_decode else self._unmeasured_sequence(entry)
+        held, free = self.num_cached(worker), worker.num_free_blocks
+        return self._decode_is_beyond(entry, in_s), cost, -held, -free, self._rng.random()
+
+    def for_both(self, entry: Entry) -> Rank:
+        is_beyond, cost, _, _, chance = self.for_prefill(entry)
+        queue_s = self._token_s(entry) * entry.worker.num_queued_tokens if self.knows_prefill else 0.0
+        is_beyond = is_beyond or self._decode_is_beyond(entry, queue_s)
+        held, free = self.num_cached(entry.worker), entry.worker.num_free_blocks
+        return is_beyond, cost + self._decode_cost(entry), -held, -free, chance
+
+    def transfer_s(self, worker: Candidate) -> float:
+        """For what the decode worker does not hold. It hides behind computing, and yet takes its share of both."""
+        return self.num_uncached(worker) * self._demand.token_bytes / self._policy.transfer_bytes_per_s
+
+    def ready_in_s(self, prefill: Entry) -> float:
+        """Until the prompt has been computed there; now, where that is not known."""
+        num_tokens = prefill.worker.num_queued_tokens + self.num_uncached(prefill.worker)
+        return self._token_s(prefill) * num_tokens if self.knows_prefill else 0.0
+
+    def holds_up_nobody(self, entry: Entry) -> bool:
+        """Whether a decode worker's sequences would hardly feel it if it prefilled this prompt, too."""
+        most_s = self._policy.max_added_step_s
+        knows = self.knows_prefill and self.knows_decode
+        return most_s > 0 and knows and self._token_s(entry) * self.num_uncached(entry.worker) <= most_s
+
+    def _token_s(self, entry: Entry) -> float:
+        return entry.pace.token_s or self._alike.token_s or 1.0
+
+    def _decode_cost(self, entry: Entry) -> float:
+        num_active, sequence_s = entry.worker.num_active, entry.pace.sequence_s or self._alike.sequence_s
+        if sequence_s is None:
+            return self._unmeasured_sequence(entry) * num_active
+        return EXPECTED_OUTPUT_TOKENS * tpot_of(sequence_s, num_active + 1)
+
+    def _unmeasured_sequence(self, entry: Entry) -> float:
+        """While nobody knows what a step takes, a sequence that runs is as much work as a prompt of so many tokens."""
+        return self._token_s(entry) * EXPECTED_OUTPUT_TOKENS
+
+    def _prefill_is_beyond(self, entry: Entry) -> bool:
+        limits, num_queued = self._policy.limits, entry.worker.num_queued_tokens
+        if not self.knows_prefill:
+            return num_queued > limits.max_backlog_tokens
+        return self._token_s(entry) * num_queued > limits.max_backlog_s
+
+    def _decode_is_beyond(self, entry: Entry, in_s: float) -> bool:
+        worker, most = entry.worker, self._policy.limits.max_sequences or entry.worker.max_running
+        if most and worker.num_active >= most:
+            return True
+        free: float = worker.num_free_blocks
+        if in_s > 0.0:
+            sequence_s = entry.measured.sequence_s or self._typical.sequence_s
+            free = num_free_blocks_at(worker, self._now, in_s, sequence_s, self._demand.block_size)
+        return free < self._demand.num_blocks

@@ -1,0 +1,49 @@
+"""The router's options of placement, as a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from deploy.placement_options import placement_options, take_policy
+from router.config import LimitPolicy, PlacementPolicy
+
+
+def policy_of(*arguments: str) -> PlacementPolicy:
+    taken: list[PlacementPolicy] = []
+
+    @click.command()
+    @placement_options
+    def command(**settings: Any) -> None:
+        taken.append(take_policy(settings))
+        assert not settings
+
+    result = CliRunner().invoke(command, arguments, standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return taken[0]
+
+
+def test_without_options_a_policy_is_the_routers_own() -> None:
+    assert policy_of() == PlacementPolicy()
+
+
+def test_options_are_in_the_units_that_they_name() -> None:
+    arguments = "--max-backlog-s 3 --max-sequences 7 --local-prefill-ms 20 --transfer-gb-s 12.5 --affinity-ms 0"
+    assert policy_of(*arguments.split()) == PlacementPolicy(
+        limits=LimitPolicy(max_backlog_s=3.0, max_sequences=7),
+        transfer_bytes_per_s=12.5e9,
+        max_added_step_s=0.02,
+        affinity_s=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--max-backlog-s -1", "--max-sequences 0", "--local-prefill-ms -1", "--transfer-gb-s 0"]
+)
+def test_what_makes_no_sense_is_refused(arguments: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not in the range"):
+        policy_of(*arguments.split())
