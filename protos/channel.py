@@ -8,14 +8,17 @@ from typing import TypeAlias
 
 import grpc.aio
 
+from protos.credentials import Credentials
 from protos.errors import Unavailable, from_rpc_error, is_connection_failure
+from protos.renewed_channel import RenewedChannel
+from protos.tls import Pems
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_S = 10.0
 
 BytesStream: TypeAlias = grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
 
-Options: TypeAlias = tuple[tuple[str, int], ...]
+Options: TypeAlias = tuple[tuple[str, int | str], ...]
 
 
 def keepalive_options(keepalive_s: float) -> Options:
@@ -30,7 +33,7 @@ def keepalive_options(keepalive_s: float) -> Options:
     )
 
 
-_OPTIONS = (
+_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),  # the server's refusal says what the limit is
     *keepalive_options(KEEPALIVE_S),
@@ -42,9 +45,24 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An async context manager; close it. It connects at the first call and again after every loss."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def open_channel(address: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
+    """An async context manager; close it. It connects at the first call and again after every loss.
+
+    Certificates and secrets are read anew when their files change, for the calls that begin then. Raises OSError or
+    ValueError, naming the file, if they cannot be used now; ValueError if a secret would go over a network unencrypted.
+    """
+    if credentials is None or not (credentials.tls or credentials.has_secrets):
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    credentials.check_address(address)
+    tls = credentials.tls
+    name = () if tls is None or not tls.peer_name else (("grpc.ssl_target_name_override", tls.peer_name),)
+
+    def connect(pems: Pems | None) -> grpc.aio.Channel:
+        if pems is None:
+            return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.secure_channel(address, pems.for_channel(), options=(*_OPTIONS, *name))
+
+    return RenewedChannel(connect, credentials.metadata, None if tls is None else tls.watch())
 
 
 @contextmanager
