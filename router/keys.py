@@ -1,7 +1,7 @@
 """API keys of users: a JSON file of their hashes, and who a key says is calling.
 
-A key is 32 random bytes, and looked up for each call: SHA-256 is the right hash for it. Slow ones such as bcrypt make up
-for passwords that can be guessed, which this cannot; they would cost each call some hundred milliseconds.
+A key is 32 random bytes, and looked up for each call: SHA-256 is the right hash for it. Slow ones such as bcrypt make
+up for passwords that can be guessed, which this cannot; they would cost each call some hundred milliseconds.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import os
 import re
 import secrets
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ SCOPES = {"infer": Scope.INFER, "read": Scope.READ, "operate": Scope.OPERATE}
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LIMITS = tuple(field.name for field in fields(Limits))
+_LIMITS = tuple(limit.name for limit in fields(Limits))
 
 
 class KeysUnusable(ValueError):
@@ -45,7 +46,7 @@ class KeyEntry:
     sha256: str  # of the key, hexadecimal
     tenant: str
     scopes: Scope
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     created_at: datetime | None = None
     expires_at: datetime | None = None
 
@@ -125,7 +126,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[KeyEntry]]:
-    """The entries, to be changed in place; one process at a time. The file is replaced, so that it is never half there."""
+    """The entries, to be changed in place; one process at a time. The file is replaced, so it is never half there."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -137,11 +138,15 @@ def _changing(path: Path) -> Iterator[list[KeyEntry]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Readable for its owner alone from its first byte on: mkstemp makes it so."""
+    """A new file is readable for its owner alone, from its first byte on; one that is there keeps owner and mode."""
     target = path.resolve()  # a link stays one
     number, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(number, "w") as file:
+            if target.exists():
+                before = target.stat()
+                os.fchown(number, before.st_uid, before.st_gid)
+                os.fchmod(number, before.st_mode & 0o777)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -177,13 +182,13 @@ def _entries(path: Path, content: bytes) -> list[KeyEntry]:
         raise KeysUnusable(f'{path}: "keys" has to be a list')
     entries = [_entry(path, row) for row in rows]
     for what in ("name", "sha256"):
-        values = [getattr(entry, what) for entry in entries]
-        if repeated := next((value for value in values if values.count(value) > 1), None):
+        counts = Counter(getattr(entry, what) for entry in entries)
+        if repeated := next((value for value, number in counts.items() if number > 1), None):
             raise KeysUnusable(f"{path}: two keys have the {what} {repeated!r}")
     return entries
 
 
-_FIELDS = {field.name for field in fields(KeyEntry)}
+_FIELDS = {each.name for each in fields(KeyEntry)}
 
 
 def _entry(path: Path, row: object) -> KeyEntry:
@@ -217,14 +222,14 @@ def _limits(where: str, row: object) -> Limits:
     return Limits(**row)
 
 
-def _time(where: str, row: Mapping[str, Any], field: str) -> datetime | None:
+def _time(where: str, row: Mapping[str, Any], name: str) -> datetime | None:
     """In ISO 8601, with its offset from UTC: without one nobody knows when it is."""
-    if row.get(field) is None:
+    if row.get(name) is None:
         return None
     try:
-        time = datetime.fromisoformat(str(row[field]))
+        time = datetime.fromisoformat(str(row[name]))
     except ValueError:
         time = None
     if time is None or time.tzinfo is None:
-        raise KeysUnusable(f"{where}: {field} has to be a time with an offset, such as 2027-01-31T00:00:00Z")
+        raise KeysUnusable(f"{where}: {name} has to be a time with an offset, such as 2027-01-31T00:00:00Z")
     return time
