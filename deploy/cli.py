@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import options
+from deploy import options, security_options
+from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.process import follow_parent
 
 if TYPE_CHECKING:
     from deploy.conversation import Asking
+    from deploy.security_options import Connect
     from protos.values import Sampling
 
 _FILE_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120  # of tables in a pipe or a file
@@ -95,6 +97,8 @@ def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_thr
 @options.threads_option
 @options.worker_options
 @options.drain_option
+@security_options.serving_options
+@security_options.keys_option
 @click.pass_context
 def up(context: click.Context, /, **settings: Any) -> None:
     """Start a router and workers on this machine. Ctrl-C lets them finish and ends them all."""
@@ -115,15 +119,17 @@ def up(context: click.Context, /, **settings: Any) -> None:
 @options.worker_options
 @options.faults_option
 @options.drain_option
-@options.log_option
-def worker(log_level: str, **settings: Any) -> None:
+@security_options.serving_options
+@options.log_options
+def worker(log_level: str, log_format: str, **settings: Any) -> None:
     """Run one worker in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
-    configure_logging(settings["worker_id"] or "worker", log_level)
+    configure_logging(settings["worker_id"] or "worker", log_level, log_format)
+    security = security_options.taken_from(settings, is_worker=True)
     from deploy.worker import serve_worker
     from deploy.worker_config import WorkerConfig
 
-    asyncio.run(serve_worker(WorkerConfig(**settings)))
+    asyncio.run(serve_worker(WorkerConfig(**settings, security=security)))
 
 
 @cli.command()
@@ -132,20 +138,23 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.port_option
 @options.metrics_option
 @options.drain_option
-@options.log_option
-def router(log_level: str, **settings: Any) -> None:
+@security_options.serving_options
+@security_options.keys_option
+@options.log_options
+def router(log_level: str, log_format: str, **settings: Any) -> None:
     """Run the router in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
-    configure_logging("router", log_level)
+    configure_logging("router", log_level, log_format)
+    security = security_options.taken_from(settings)
     from router.config import RouterConfig
     from router.server import serve_router
 
-    asyncio.run(serve_router(RouterConfig(**settings)))
+    asyncio.run(serve_router(RouterConfig(**settings, security=security)))
 
 
 @cli.command()
 @click.argument("prompt")
-@options.router_option
+@security_options.router_access
 @options.sampling_options()
 @options.deadline_option
 @options.quiet_option
@@ -158,7 +167,7 @@ def generate(prompt: str, **settings: Any) -> None:
 
 @cli.command()
 @click.argument("prompt", required=False)
-@options.router_option
+@security_options.router_access
 @options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
 @options.deadline_option
 @options.quiet_option
@@ -178,7 +187,12 @@ def chat(prompt: str | None, **settings: Any) -> None:
 
 
 def _asking(
-    router_address: str, deadline_s: float | None, quiet: bool, defaults: Sampling | None = None, **sampling: Any
+    router_address: str,
+    connect: Connect,
+    deadline_s: float | None,
+    quiet: bool,
+    defaults: Sampling | None = None,
+    **sampling: Any,
 ) -> Asking:
     """`defaults` hold where an option was not given."""
     from deploy.conversation import Asking
@@ -192,27 +206,28 @@ def _asking(
         deadline_s=deadline_s,
         out=out,
         about=None if quiet else err,
+        connect=connect,
     )
 
 
 @cli.command()
-@options.router_option
-def status(router_address: str) -> None:
+@security_options.router_access
+def status(router_address: str, connect: Connect) -> None:
     """List the workers: roles, queues, blocks."""
     from deploy.status_view import print_status
 
-    asyncio.run(print_status(router_address, out))
+    asyncio.run(print_status(router_address, out, connect))
 
 
 @cli.command()
 @click.argument("worker_id", metavar="WORKER")
 @click.argument("role", type=click.Choice(options.ROLES))
-@options.router_option
-def role(worker_id: str, role: str, router_address: str) -> None:
+@security_options.router_access
+def role(worker_id: str, role: str, router_address: str, connect: Connect) -> None:
     """Use WORKER for prefill, decode or both."""
     from deploy.status_view import change_role
 
-    asyncio.run(change_role(router_address, worker_id, role, out))
+    asyncio.run(change_role(router_address, worker_id, role, out, connect))
 
 
 @cli.command()
@@ -221,8 +236,8 @@ def role(worker_id: str, role: str, router_address: str) -> None:
 @click.option(
     "--wait-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for it to be empty."
 )
-@options.router_option
-def drain(worker_id: str, undo: bool, wait_s: float, router_address: str) -> None:
+@security_options.router_access
+def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connect: Connect) -> None:
     """Empty WORKER: what it answers goes on on others, without a break.
 
     Ends with 1 if requests are still there after --wait-s. It stays drained until --undo or its restart.
@@ -230,8 +245,8 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str) -> Non
     from deploy.drain_view import drain_worker, undo_drain
 
     if undo:
-        asyncio.run(undo_drain(router_address, worker_id, out))
-    elif not asyncio.run(drain_worker(router_address, worker_id, wait_s, out, err)):
+        asyncio.run(undo_drain(router_address, worker_id, out, connect))
+    elif not asyncio.run(drain_worker(router_address, worker_id, wait_s, out, err, connect)):
         raise click.exceptions.Exit(1)
 
 
@@ -255,6 +270,9 @@ def build(names: tuple[str, ...], cache: Path | None) -> None:
         raise click.UsageError(f"unknown: {', '.join(sorted(unknown))}; there are {' and '.join(DEMO_MODELS)}")
     for name in names or DEMO_MODELS:
         out.print(str(resolve_model(name, cache or default_cache())), soft_wrap=True)
+
+
+cli.add_command(key)
 
 
 def main() -> None:

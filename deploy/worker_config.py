@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtransfer.faults import FaultPlan
 from model.sampling_params import MAX_DRAFT_TOKENS
+from protos.security import Security
 from protos.values import ROLES
 
 
@@ -47,8 +48,10 @@ class WorkerConfig:
     draft_length: str
     draft_shape: str
     faults: FaultPlan | None = None
+    security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
+        self.security.check(self.host)
         for name in ("num_threads", "num_blocks", "block_size", "max_step_tokens", "max_running"):
             value = getattr(self, name)
             if value is not None and value < 1:

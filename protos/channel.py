@@ -11,7 +11,7 @@ import grpc.aio
 from protos.credentials import Credentials
 from protos.errors import Unavailable, from_rpc_error, is_connection_failure
 from protos.renewed_channel import RenewedChannel
-from protos.tls import Pems
+from protos.tls import Pems, handshake_problem
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_S = 10.0
@@ -48,21 +48,20 @@ _OPTIONS: Options = (
 def open_channel(address: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
     """An async context manager; close it. It connects at the first call and again after every loss.
 
-    Certificates and secrets are read anew when their files change, for the calls that begin then. Raises OSError or
-    ValueError, naming the file, if they cannot be used now; ValueError if a secret would go over a network unencrypted.
+    Raises FailedPrecondition if a secret would go over a network unencrypted.
     """
-    if credentials is None or not (credentials.tls or credentials.has_secrets):
+    if credentials is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     credentials.check_address(address)
-    tls = credentials.tls
-    name = () if tls is None or not tls.peer_name else (("grpc.ssl_target_name_override", tls.peer_name),)
+    name = credentials.peer_name
+    options: Options = (*_OPTIONS, ("grpc.ssl_target_name_override", name)) if name else _OPTIONS
 
     def connect(pems: Pems | None) -> grpc.aio.Channel:
         if pems is None:
-            return grpc.aio.insecure_channel(address, options=_OPTIONS)
-        return grpc.aio.secure_channel(address, pems.for_channel(), options=(*_OPTIONS, *name))
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, pems.for_channel(), options=options)
 
-    return RenewedChannel(connect, credentials.metadata, None if tls is None else tls.watch())
+    return RenewedChannel(connect, credentials.metadata, credentials.pems)
 
 
 @contextmanager
@@ -75,7 +74,8 @@ def service_errors(nobody_there: str = "") -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         if nobody_there and is_connection_failure(error):
-            raise Unavailable(nobody_there) from error
+            problem = handshake_problem(error.details() or "")
+            raise Unavailable(f"{nobody_there}{problem and f' ({problem})'}") from error
         raise from_rpc_error(error) from None
 
 

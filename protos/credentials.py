@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from protos.errors import FailedPrecondition
 from protos.secret import ClusterSecret
 from protos.tls import TlsFiles
 
@@ -16,33 +16,39 @@ AUTHORIZATION = "authorization"
 KEY_SCHEME, SECRET_SCHEME = "Bearer", "Cluster"
 
 
-@dataclass(frozen=True, slots=True)
 class Credentials:
     """A process of the cluster has its `secret`, a user an `api_key`. Neither goes over a network unencrypted unless
     `insecure`, as where something else encrypts it.
     """
 
-    tls: TlsFiles | None = None
-    secret: ClusterSecret | None = None
-    api_key: str = field(default="", repr=False)
-    insecure: bool = False
-
-    @property
-    def has_secrets(self) -> bool:
-        return bool(self.secret or self.api_key)
+    def __init__(
+        self,
+        tls: TlsFiles | None = None,
+        secret: ClusterSecret | None = None,
+        api_key: str = "",
+        *,
+        insecure: bool = False,
+    ) -> None:
+        """Raises OSError or TlsFilesUnusable, naming the file; later, what was read before holds on."""
+        self.pems = None if tls is None else tls.watch()
+        self.peer_name = "" if tls is None else tls.peer_name
+        self._secret = secret
+        self._api_key = api_key
+        self._insecure = insecure
 
     def metadata(self) -> Metadata:
         """Of a call; the secret is the one that its file holds now."""
-        if self.secret is not None:
-            return ((AUTHORIZATION, f"{SECRET_SCHEME} {self.secret.current}"),)
-        return ((AUTHORIZATION, f"{KEY_SCHEME} {self.api_key}"),) if self.api_key else ()
+        if self._secret is not None:
+            return ((AUTHORIZATION, f"{SECRET_SCHEME} {self._secret.current}"),)
+        return ((AUTHORIZATION, f"{KEY_SCHEME} {self._api_key}"),) if self._api_key else ()
 
     def check_address(self, address: str) -> None:
-        """Raises ValueError where a secret would be told to whoever listens on the way."""
-        host = address.rpartition(":")[0].strip("[]")
-        if self.has_secrets and self.tls is None and not self.insecure and not is_loopback(host):
-            what = "the cluster's secret" if self.secret else "an API key"
-            raise ValueError(
+        """Raises FailedPrecondition where a secret would be told to whoever listens on the way."""
+        if self.pems is not None or self._insecure or not self.metadata():
+            return
+        if not is_loopback(address.rpartition(":")[0].strip("[]")):
+            what = "the secret of the cluster" if self._secret else "an API key"
+            raise FailedPrecondition(
                 f"{what} would go to {address} unencrypted: use TLS (--tls-ca names who vouches for the other side), "
                 "or say --insecure if the network between is yours alone"
             )

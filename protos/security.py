@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from protos.caller import Authenticator
 from protos.credentials import Credentials, is_loopback
-from protos.guard import Guard
 from protos.secret import ClusterSecret
 from protos.tls import TlsFiles
 
@@ -59,14 +57,14 @@ class Security:
         """Metrics go in clear and to anybody: where the rest is encrypted, they stay on this machine unless told."""
         return self.metrics_host or ("127.0.0.1" if self.tls else host)
 
+    def check_files(self) -> None:
+        """Raises OSError or ValueError, naming the file: before minutes of loading a model, say."""
+        self.credentials(self.secret())
+
     def secret(self) -> ClusterSecret | None:
         """Raises OSError or ValueError, naming the file."""
         return ClusterSecret(self.secret_file) if self.secret_file else None
 
-    def credentials(self, secret: ClusterSecret | None) -> Credentials:
-        """For calls to other processes of the cluster."""
-        return Credentials(self.tls, secret, insecure=self.insecure)
-
-    @staticmethod
-    def guard(secret: ClusterSecret | None, authenticator: Authenticator | None = None) -> Guard:
-        return Guard(secret, authenticator)
+    def credentials(self, secret: ClusterSecret | None) -> Credentials | None:
+        """For calls to other processes of the cluster; None where nothing is to be shown or checked."""
+        return Credentials(self.tls, secret, insecure=self.insecure) if self.tls or secret else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,19 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 
     fetched = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)  # the types do not know of None
     return grpc.dynamic_ssl_server_credentials(last.for_server(), fetched, tls.require_client_cert)
+
+
+def handshake_problem(details: str) -> str:
+    """What gRPC says of a connection that could not be made, in words for people; empty if it is not about TLS."""
+    if found := re.search(r"CERTIFICATE_VERIFY_FAILED: ([a-z ]+)", details):
+        return f"TLS: the certificate there is refused: {found[1]}"
+    if "Hostname Verification" in details:
+        return "TLS: the certificate there is not for this address; --tls-peer-name says which name to expect"
+    if "handshake failed" in details:
+        return "TLS: the handshake failed; it may speak no TLS there"
+    if details.startswith("failed to connect") and details.endswith("Socket closed"):
+        return "the connection was closed: it may ask for TLS there, or for a client certificate"
+    return ""
 
 
 def _check_ca(path: Path, content: bytes) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protos.security import Security
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class RelayPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """`metrics_port` None serves no metrics; port 0 takes any that is free."""
+    """`metrics_port` None serves no metrics, 0 takes any that is free. Without `keys_file` no keys are asked for."""
 
     model: str
     host: str = "127.0.0.1"
@@ -25,3 +28,9 @@ class RouterConfig:
     drain_s: float = 30.0  # what is running may go on for so long when the router stops
     max_prompt_bytes: int = 4 * 2**20
     relay: RelayPolicy = RelayPolicy()
+    security: Security = field(default_factory=Security)
+    keys_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises Exposed."""
+        self.security.check(self.host, asks_for_keys=self.keys_file is not None)

@@ -15,6 +15,7 @@ from model.chat_template import ChatRejected, NoChatTemplate
 from protos import inference_pb2 as pb
 from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
+from protos.request_id import current_request_id
 from router import metrics
 from router.card import ModelCard
 from router.messages import model_message
@@ -106,6 +107,7 @@ class InferenceService:
                 raise Unavailable("the router is about to stop; ask another one, or again later")
             check_deadline(remaining_s)
             unresolved = check()
+            current_request_id.set(unresolved.request_id)
             with self._claimed(unresolved.request_id):
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
