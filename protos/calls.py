@@ -19,6 +19,7 @@ from protos.caller import Caller, current_caller
 from protos.deliveries import Deliveries, Delivery
 from protos.errors import DETAILS_KEY, Internal, InvalidArgument, ServiceError, to_status
 from protos.guard import Guard
+from protos.request_id import current_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Parse: TypeAlias = Callable[[bytes], object]
 
+_MAX_ID = 200  # characters of a request id that are logged, before anybody has checked it
 _TELL_S = 1.0  # for a status to get past what is not read; gRPC keeps it, whether or not we wait
 
 
@@ -82,7 +84,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             current_caller.set(caller)  # of this call's task, which ends with it
             with self._counted(method) as outcome, self._deliveries.follow() as delivery:
                 try:
-                    answer = behavior(_parsed(request, parse) if handler.request_streaming else parse(request), context)
+                    asked = _parsed(request, parse) if handler.request_streaming else parse(request)
+                    current_request_id.set(str(getattr(asked, "request_id", ""))[:_MAX_ID])
+                    answer = behavior(asked, context)
                     return await _written(answer, context, delivery) if inspect.isasyncgen(answer) else await answer
                 except ServiceError as error:
                     failure = error
