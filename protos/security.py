@@ -49,8 +49,8 @@ class Security:
         ]
         if missing:
             raise Exposed(
-                f"--host {host} can be reached from other machines, and there is no {' and no '.join(missing)}. Give "
-                "what is missing, listen at 127.0.0.1, or say --insecure if the network is yours alone"
+                f"--host {host} can be reached from other machines, which takes {' and '.join(missing)}. Give what is "
+                "missing, listen at 127.0.0.1, or say --insecure if the network is yours alone"
             )
 
     def metrics_host_for(self, host: str) -> str:

@@ -56,6 +56,7 @@ async def serve_router(config: RouterConfig) -> None:
 
     Raises what made it end otherwise: a model that cannot be read, a port in use.
     """
+    config.security.check_files()
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     card = await asyncio.to_thread(load_card, config.model, folder)
     async with Router(config, card) as router:

@@ -89,21 +89,26 @@ async def test_answers_are_handed_over_between_those_that_know_each_other(secure
     await assert_at_rest(secured.cluster)
 
 
+async def use(scope: str, client: PdserveClient) -> None:
+    """A call that needs the scope."""
+    match scope:
+        case "infer":
+            await ask(client, [5, 6, 7], Sampling(temperature=0, max_tokens=2))
+        case "read":
+            await client.get_status(deadline_s=10)
+        case "operate":
+            await client.set_draining("decode-1", False, deadline_s=10)
+
+
 async def test_each_scope_opens_its_own_and_no_other(secured: Secured) -> None:
-    sampling = Sampling(temperature=0, max_tokens=2)
     for scope in SCOPES:
         async with secured.client(secured.keys[scope]) as client:
-            calls = {
-                "infer": lambda: ask(client, [5, 6, 7], sampling),
-                "read": lambda: client.get_status(deadline_s=10),
-                "operate": lambda: client.set_draining("decode-1", False, deadline_s=10),
-            }
-            for needed, call in calls.items():
+            for needed in SCOPES:
                 if needed == scope:
-                    await call()
+                    await use(needed, client)
                 else:
                     with pytest.raises(PermissionDenied, match=f"needs the scope {needed}; {scope} has {scope}"):
-                        await call()
+                        await use(needed, client)
 
 
 @pytest.mark.parametrize("key, problem", [("", "an API key is needed"), (WRONG_KEY, "the API key is not known")])

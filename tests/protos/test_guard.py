@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -181,7 +182,7 @@ async def test_a_refused_stream_never_reaches_its_handler(secret: ClusterSecret)
     handled: list[int] = []
 
     class Inference(inference_pb2_grpc.InferenceServicer):
-        async def Generate(self, request: inference_pb2.GenerateRequest, context: object) -> AsyncIterator[object]:
+        async def Generate(self, request: inference_pb2.GenerateRequest, context: object) -> AsyncIterator[Any]:
             handled.append(len(request.text))
             yield inference_pb2.GenerateResponse()
 

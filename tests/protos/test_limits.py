@@ -23,7 +23,7 @@ UNREAD_S = 0.4
 
 
 @dataclass
-class Endless(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+class Endless(inference_pb2_grpc.InferenceServicer):
     """Answers that never end, and how they ended."""
 
     num_written: int = 0
@@ -47,7 +47,7 @@ class Endless(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
 @asynccontextmanager
 async def serving(limits: ServerLimits) -> AsyncIterator[tuple[Endless, GrpcServer]]:
-    endless, server = Endless(), GrpcServer("127.0.0.1", 0, limits=limits)
+    endless, server = Endless(), GrpcServer("127.0.0.1", 0, limits=limits)  # type: ignore[abstract]
     server.add(inference_pb2_grpc.add_InferenceServicer_to_server, endless)
     await server.start()
     try:
