@@ -22,7 +22,7 @@ from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
 from deploy.verification import verification
 from deploy.wire import packing_for, unpacking_for
-from deploy.worker_config import WorkerConfig
+from deploy.worker_config import LIMITS, WorkerConfig
 from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.messages import layout_to_message
@@ -42,14 +42,12 @@ from prefill.service import PrefillService
 from protos import workers_pb2
 from protos.errors import ServiceError
 from protos.guard import Guard
-from protos.serve import GrpcServer, ServerLimits, drain_on_signal, serve_metrics
+from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.values import ROLES
 
 logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 256
-# The router gives up a client that does not read well before we give up the router that waits for it.
-_LIMITS = ServerLimits(unread_s=60.0)
 
 
 async def serve_worker(config: WorkerConfig) -> None:
@@ -129,7 +127,7 @@ class Worker:
         )
         self._pool.on_release = self._wake
         tls, guard = config.security.tls, Guard(secret)
-        self._server = GrpcServer(config.host, config.port, tls=tls, guard=guard, limits=_LIMITS)
+        self._server = GrpcServer(config.host, config.port, tls=tls, guard=guard, limits=LIMITS)
         seams.serve(self._server, self._prefill, self._decode)
         self._tokenizer_digest = tokenizer_digest(folder)
 

@@ -98,6 +98,34 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(last.for_server(), fetched, tls.require_client_cert)
 
 
+def server_context(tls: TlsFiles) -> ssl.SSLContext:
+    """The same for a server that is not gRPC's: what Python's own `ssl` takes. Raises OSError or TlsFilesUnusable."""
+    watched = tls.watch()
+    last, current = watched.value, _context(tls)
+
+    def choose(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        """Asked as each connection begins, whether or not it names a server."""
+        nonlocal last, current
+        if (pems := watched.value) is not last:
+            last, current = pems, _context(tls)
+        connection.context = current
+
+    outermost = _context(tls)
+    outermost.sni_callback = choose
+    return outermost
+
+
+def _context(tls: TlsFiles) -> ssl.SSLContext:
+    if tls.cert is None or tls.key is None:
+        raise TlsFilesUnusable("a server needs a TLS certificate and its key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+    if tls.require_client_cert:
+        context.load_verify_locations(tls.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def handshake_problem(details: str) -> str:
     """What gRPC says of a connection that could not be made, in words for people; empty if it is not about TLS."""
     if found := re.search(r"CERTIFICATE_VERIFY_FAILED: ([a-z ]+)", details):

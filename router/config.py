@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protos.security import Security
+from protos.serve import ServerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class RouterConfig:
     relay: RelayPolicy = RelayPolicy()
     security: Security = field(default_factory=Security)
     keys_file: Path | None = None
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         """Raises Exposed."""

@@ -25,12 +25,17 @@ def test_operations_lists_every_metric_and_no_other() -> None:
     assert listed == exported
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/hand-over.md", "docs/life-of-a-request.md", "docs/operations.md"])
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("hand-over", "life-of-a-request", "operations", "security"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_files_named_exist(page: str) -> None:
     named = set(re.findall(r"[`(]((?:\w+/)+\w[\w-]*\.(?:py|proto|md))[`)]", (ROOT / page).read_text()))
     assert not {name for name in named if not (ROOT / name).exists()}
 
 
 def test_readme_tells_every_command() -> None:
-    told = set(re.findall(r"`pdserve (\w+)", (ROOT / "README.md").read_text()))
+    """Those for keys are told where security is."""
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "security.md").read_text()
+    told = set(re.findall(r"`pdserve (\w+)", pages))
     assert told | {"demo"} >= set(cli.commands)

@@ -1,4 +1,4 @@
-"""A gRPC client that reads its connection and never its stream: it gives no room for more than the first 64 KiB."""
+"""A gRPC client that reads its connection and never its stream: it gives no room for more than a first window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Self
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
-WINDOW = 65_535  # bytes of a stream, until the client gives more
+WINDOW = 65_535  # bytes of a stream, until the client gives more; what HTTP/2 begins with
+INITIAL_WINDOW_SIZE = b"\0\4"
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -25,8 +26,9 @@ def _header(name: str, value: str) -> bytes:
 class SlowClient:
     """Makes one call on one connection. Answers pings: the connection is alive."""
 
-    def __init__(self, address: str, method: str, message: bytes) -> None:
+    def __init__(self, address: str, method: str, message: bytes, window: int = WINDOW) -> None:
         self._address = address
+        self._window = window
         names = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "a", "te": "trailers"}
         headers = b"".join(_header(*pair) for pair in (*names.items(), ("content-type", "application/grpc")))
         body = b"\0" + len(message).to_bytes(4, "big") + message
@@ -38,7 +40,8 @@ class SlowClient:
     async def __aenter__(self) -> Self:
         host, _, port = self._address.rpartition(":")
         self._reader, self._writer = await asyncio.open_connection(host, int(port))
-        settings = frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0)
+        own = INITIAL_WINDOW_SIZE + self._window.to_bytes(4, "big")
+        settings = frame(SETTINGS, 0, 0, own) + frame(SETTINGS, ACK, 0)
         self._writer.write(PREFACE + settings + self._request)
         self._reading = asyncio.create_task(self._read())
         return self
@@ -70,7 +73,7 @@ class SlowClient:
                 match head[3]:
                     case 0:
                         self.num_bytes += len(payload)
-                        if self.num_bytes == WINDOW:
+                        if self.num_bytes == self._window:
                             self.is_full.set()
                     case 1:
                         self.headers.append(payload)

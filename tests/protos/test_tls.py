@@ -20,7 +20,7 @@ from protos.channel import open_channel, service_errors
 from protos.credentials import Credentials
 from protos.errors import Unavailable
 from protos.serve import GrpcServer
-from protos.tls import TlsFiles, TlsFilesUnusable, server_credentials
+from protos.tls import TlsFiles, TlsFilesUnusable, server_context, server_credentials
 from tests.protos.certificates import HOST, Authority
 from tests.protos.echo import Echo
 
@@ -58,9 +58,9 @@ async def ask_once(server: GrpcServer, tls: TlsFiles | None) -> str:
         return await ask(channel)
 
 
-def serial_shown_at(server: GrpcServer) -> int:
+def serial_shown_at(address: str) -> int:
     """Of the certificate that a new connection is shown, read by a TLS client that is not gRPC's."""
-    host, _, port = server.address.rpartition(":")
+    host, _, port = address.rpartition(":")
     return x509.load_pem_x509_certificate(
         ssl.get_server_certificate((host, int(port)), timeout=10).encode()
     ).serial_number
@@ -132,7 +132,51 @@ async def test_new_connections_see_the_new_certificate(authority: Authority) -> 
 
 
 async def in_thread(server: GrpcServer) -> int:
-    return await asyncio.to_thread(serial_shown_at, server)
+    return await asyncio.to_thread(serial_shown_at, server.address)
+
+
+@pytest.mark.usefixtures("seen_at_once")
+async def test_a_server_of_pythons_own_sees_it_too(authority: Authority) -> None:
+    first = authority.issue("server")
+    before = serial_of(first)
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(close, HOST, 0, ssl=server_context(first)) as server:
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        assert await asyncio.to_thread(serial_shown_at, address) == before
+        after = serial_of(authority.issue("server"))
+        assert await asyncio.to_thread(serial_shown_at, address) == after != before
+
+
+async def test_a_server_of_pythons_own_asks_for_client_certificates(authority: Authority) -> None:
+    num_greeted = 0
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_greeted
+        num_greeted += 1
+        writer.write(b"hello")
+        writer.close()
+
+    tls = replace(authority.issue("server"), require_client_cert=True)
+    known = authority.issue("client")
+    assert known.cert is not None
+    anonymous, client = (ssl.create_default_context(cafile=authority.path) for _ in range(2))
+    client.load_cert_chain(known.cert, known.key)
+    async with await asyncio.start_server(greet, HOST, 0, ssl=server_context(tls)) as server:
+        address = server.sockets[0].getsockname()
+
+        async def read(context: ssl.SSLContext) -> bytes:
+            reader, writer = await asyncio.open_connection(*address, ssl=context)
+            try:
+                return await reader.read()
+            finally:
+                writer.close()
+
+        assert await read(client) == b"hello"
+        assert await read(anonymous) == b""  # refused, of which asyncio makes an end
+    assert num_greeted == 1
 
 
 @pytest.mark.usefixtures("seen_at_once")
