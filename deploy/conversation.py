@@ -33,7 +33,7 @@ class Asking:
     deadline_s: float | None = None
     out: Console = field(default_factory=Console)
     about: Console | None = None
-    connect: Callable[[str], PdserveClient] = PdserveClient
+    connect: Callable[[str], PdserveClient] = field(default=PdserveClient, repr=False)  # may hold a key
 
 
 async def generate_once(asking: Asking, prompt: str) -> None:

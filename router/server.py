@@ -73,12 +73,12 @@ class Router:
         self._config = config
         secret = config.security.secret()
         self._links = Links(config.security.credentials(secret))
-        self.authenticator = KeyFile(config.keys_file) if config.keys_file else None  # for every door
+        self.guard = Guard(secret, KeyFile(config.keys_file) if config.keys_file else None)  # of every door
         self.table = WorkerTable(card.tokenizer_digest)
         relay = Relay(self.table, self._links, config.relay, rng)
         self.inference = InferenceService(card, self.table, relay, config.max_prompt_bytes)
-        tls, guard = config.security.tls, Guard(secret, self.authenticator)
-        self._server = GrpcServer(config.host, config.port, tls=tls, guard=guard, limits=config.limits)
+        tls = config.security.tls
+        self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
         self._server.add_handlers(SERVICE, self.inference.handlers())
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
         self._pools = PoolsService(self.table, card.name, self.inference)

@@ -101,7 +101,7 @@ async def test_what_waits_for_the_next_token_is_not_slow_reading() -> None:
     class Thoughtful(inference_pb2_grpc.InferenceServicer):
         async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
             for index in range(2):
-                await asyncio.sleep(3 * UNREAD_S)
+                await asyncio.sleep(1.5 * UNREAD_S)
                 yield inference_pb2.GenerateResponse(output_index=index)
 
     server = GrpcServer("127.0.0.1", 0, limits=ServerLimits(unread_s=UNREAD_S))
