@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import options
+from deploy import options, security_options
+from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.placement_options import placement_options, take_policy
 from deploy.process import follow_parent
@@ -20,6 +21,7 @@ from deploy.tracing import otlp_option, traced
 
 if TYPE_CHECKING:
     from deploy.conversation import Asking
+    from deploy.security_options import Connect
     from protos.values import Sampling
 
 _FILE_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120  # of tables in a pipe or a file
@@ -97,6 +99,8 @@ def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_thr
 @options.threads_option
 @options.worker_options
 @options.drain_option
+@security_options.serving_options
+@security_options.keys_option
 @otlp_option
 @click.pass_context
 def up(context: click.Context, /, **settings: Any) -> None:
@@ -118,17 +122,19 @@ def up(context: click.Context, /, **settings: Any) -> None:
 @options.worker_options
 @options.faults_option
 @options.drain_option
-@options.log_option
+@security_options.serving_options
+@options.log_options
 @otlp_option
-def worker(log_level: str, **settings: Any) -> None:
+def worker(log_level: str, log_format: str, **settings: Any) -> None:
     """Run one worker in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
-    configure_logging(settings["worker_id"] or "worker", log_level)
+    configure_logging(settings["worker_id"] or "worker", log_level, log_format)
+    security = security_options.taken_from(settings, is_worker=True)
     from deploy.worker import serve_worker
     from deploy.worker_config import WorkerConfig
 
     with traced("pdserve-worker", settings["worker_id"] or f"{os.getpid()}"):
-        asyncio.run(serve_worker(WorkerConfig(**settings)))
+        asyncio.run(serve_worker(WorkerConfig(**settings, security=security)))
 
 
 @cli.command()
@@ -138,22 +144,26 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.metrics_option
 @options.drain_option
 @placement_options
-@options.log_option
+@security_options.serving_options
+@security_options.keys_option
+@options.log_options
 @otlp_option
-def router(log_level: str, **settings: Any) -> None:
+def router(log_level: str, log_format: str, **settings: Any) -> None:
     """Run the router in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
-    configure_logging("router", log_level)
+    configure_logging("router", log_level, log_format)
+    security = security_options.taken_from(settings)
     from router.config import RouterConfig
     from router.server import serve_router
 
-    with traced("pdserve-router", f"{settings['host']}:{settings['port']}"):
-        asyncio.run(serve_router(RouterConfig(placement=take_policy(settings), **settings)))
+    config = RouterConfig(placement=take_policy(settings), **settings, security=security)
+    with traced("pdserve-router", f"{config.host}:{config.port}"):
+        asyncio.run(serve_router(config))
 
 
 @cli.command()
 @click.argument("prompt")
-@options.router_option
+@security_options.router_access
 @options.sampling_options()
 @options.deadline_option
 @options.quiet_option
@@ -166,7 +176,7 @@ def generate(prompt: str, **settings: Any) -> None:
 
 @cli.command()
 @click.argument("prompt", required=False)
-@options.router_option
+@security_options.router_access
 @options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
 @options.deadline_option
 @options.quiet_option
@@ -186,7 +196,12 @@ def chat(prompt: str | None, **settings: Any) -> None:
 
 
 def _asking(
-    router_address: str, deadline_s: float | None, quiet: bool, defaults: Sampling | None = None, **sampling: Any
+    router_address: str,
+    connect: Connect,
+    deadline_s: float | None,
+    quiet: bool,
+    defaults: Sampling | None = None,
+    **sampling: Any,
 ) -> Asking:
     """`defaults` hold where an option was not given."""
     from deploy.conversation import Asking
@@ -200,27 +215,28 @@ def _asking(
         deadline_s=deadline_s,
         out=out,
         about=None if quiet else err,
+        connect=connect,
     )
 
 
 @cli.command()
-@options.router_option
-def status(router_address: str) -> None:
+@security_options.router_access
+def status(router_address: str, connect: Connect) -> None:
     """List the workers: roles, queues, blocks."""
     from deploy.status_view import print_status
 
-    asyncio.run(print_status(router_address, out))
+    asyncio.run(print_status(router_address, out, connect))
 
 
 @cli.command()
 @click.argument("worker_id", metavar="WORKER")
 @click.argument("role", type=click.Choice(options.ROLES))
-@options.router_option
-def role(worker_id: str, role: str, router_address: str) -> None:
+@security_options.router_access
+def role(worker_id: str, role: str, router_address: str, connect: Connect) -> None:
     """Use WORKER for prefill, decode or both."""
     from deploy.status_view import change_role
 
-    asyncio.run(change_role(router_address, worker_id, role, out))
+    asyncio.run(change_role(router_address, worker_id, role, out, connect))
 
 
 @cli.command()
@@ -229,8 +245,8 @@ def role(worker_id: str, role: str, router_address: str) -> None:
 @click.option(
     "--wait-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for it to be empty."
 )
-@options.router_option
-def drain(worker_id: str, undo: bool, wait_s: float, router_address: str) -> None:
+@security_options.router_access
+def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connect: Connect) -> None:
     """Empty WORKER: what it answers goes on on others, without a break.
 
     Ends with 1 if requests are still there after --wait-s. It stays drained until --undo or its restart.
@@ -238,8 +254,8 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str) -> Non
     from deploy.drain_view import drain_worker, undo_drain
 
     if undo:
-        asyncio.run(undo_drain(router_address, worker_id, out))
-    elif not asyncio.run(drain_worker(router_address, worker_id, wait_s, out, err)):
+        asyncio.run(undo_drain(router_address, worker_id, out, connect))
+    elif not asyncio.run(drain_worker(router_address, worker_id, wait_s, out, err, connect)):
         raise click.exceptions.Exit(1)
 
 
@@ -263,6 +279,9 @@ def build(names: tuple[str, ...], cache: Path | None) -> None:
         raise click.UsageError(f"unknown: {', '.join(sorted(unknown))}; there are {' and '.join(DEMO_MODELS)}")
     for name in names or DEMO_MODELS:
         out.print(str(resolve_model(name, cache or default_cache())), soft_wrap=True)
+
+
+cli.add_command(key)
 
 
 def main() -> None:

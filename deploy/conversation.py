@@ -33,10 +33,11 @@ class Asking:
     deadline_s: float | None = None
     out: Console = field(default_factory=Console)
     about: Console | None = None
+    connect: Callable[[str], PdserveClient] = field(default=PdserveClient, repr=False)  # may hold a key
 
 
 async def generate_once(asking: Asking, prompt: str) -> None:
-    async with PdserveClient(asking.router_address) as client:
+    async with asking.connect(asking.router_address) as client:
         answer = client.generate(prompt, sampling=asking.sampling, deadline_s=asking.deadline_s)
         with _deadline_told(asking):
             await show_answer(answer, asking.out, asking.about)
@@ -80,7 +81,7 @@ class Conversation:
 
     async def _answer(self, messages: Sequence[ChatMessage], sampling: Sampling) -> str:
         asking = self._asking
-        async with PdserveClient(asking.router_address) as client:
+        async with asking.connect(asking.router_address) as client:
             answer = client.chat(messages, sampling=sampling, deadline_s=asking.deadline_s)
             with _deadline_told(asking):
                 return await show_answer(answer, asking.out, asking.about)

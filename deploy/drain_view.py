@@ -8,6 +8,7 @@ import time
 from rich.console import Console
 
 from deploy.progress import ConsoleProgress
+from deploy.security_options import Connect
 from protos.client import PdserveClient
 from protos.errors import NotFound
 
@@ -15,10 +16,12 @@ _DEADLINE_S = 10.0
 _LOOK_S = 0.2
 
 
-async def drain_worker(router_address: str, worker_id: str, wait_s: float, out: Console, err: Console) -> bool:
+async def drain_worker(
+    router_address: str, worker_id: str, wait_s: float, out: Console, err: Console, connect: Connect = PdserveClient
+) -> bool:
     """Whether the worker is empty, which is waited for up to `wait_s`. It stays drained in any case."""
     began_at = time.monotonic()
-    async with PdserveClient(router_address) as client:
+    async with connect(router_address) as client:
         await client.set_draining(worker_id, True, deadline_s=_DEADLINE_S)
         num_left = await _num_requests(client, worker_id)
         progress = ConsoleProgress(err)
@@ -40,8 +43,8 @@ async def drain_worker(router_address: str, worker_id: str, wait_s: float, out: 
     return num_left == 0 or wait_s == 0
 
 
-async def undo_drain(router_address: str, worker_id: str, out: Console) -> None:
-    async with PdserveClient(router_address) as client:
+async def undo_drain(router_address: str, worker_id: str, out: Console, connect: Connect = PdserveClient) -> None:
+    async with connect(router_address) as client:
         await client.set_draining(worker_id, False, deadline_s=_DEADLINE_S)
     out.print(f"{worker_id} gets requests again.")
 

@@ -27,6 +27,7 @@ from protos import (
 )
 from protos.calls import Context
 from protos.channel import open_channel, service_errors
+from protos.credentials import Credentials
 from protos.errors import InvalidArgument
 from protos.serve import GrpcServer
 
@@ -36,11 +37,14 @@ _Answer = TypeVar("_Answer")
 class Seams:
     """Where a worker's parts meet, as they are. `FaultySeams` puts faults in between."""
 
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self._credentials = credentials
+
     def around_agent(self, agent: TransferAgent, span: CacheSpan) -> TransferAgent:
         return agent
 
     def open_client(self, address: str) -> DecodeClient:
-        return DecodeClient(open_channel(address))
+        return DecodeClient(open_channel(address, self._credentials))
 
     def serve(
         self, server: GrpcServer, prefill: prefill_pb2_grpc.PrefillServicer, decode: decode_pb2_grpc.DecodeServicer
@@ -50,14 +54,15 @@ class Seams:
 
 
 class FaultySeams(Seams):
-    def __init__(self, injector: FaultInjector) -> None:
+    def __init__(self, injector: FaultInjector, credentials: Credentials | None = None) -> None:
+        super().__init__(credentials)
         self._injector = injector
 
     def around_agent(self, agent: TransferAgent, span: CacheSpan) -> TransferAgent:
         return FaultyAgent(agent, span, self._injector)
 
     def open_client(self, address: str) -> DecodeClient:
-        return FaultyClient(open_channel(address), self._injector)
+        return FaultyClient(open_channel(address, self._credentials), self._injector)
 
     def serve(
         self, server: GrpcServer, prefill: prefill_pb2_grpc.PrefillServicer, decode: decode_pb2_grpc.DecodeServicer

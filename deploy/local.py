@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ class ClusterConfig:
     router_arguments: Sequence[str] = ()
     worker_arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    connect: Callable[[str], PdserveClient] = PdserveClient
     start_timeout_s: float = 300.0
     stop_grace_s: float = 40.0
 
@@ -239,7 +240,7 @@ class LocalCluster:
         self._processes[command.name] = await ChildProcess.start(command)
 
     async def _status(self) -> Status:
-        async with PdserveClient(self.router_address) as client:
+        async with self.config.connect(self.router_address) as client:
             return await client.get_status(deadline_s=_STATUS_S)
 
     async def _workers_if_any(self) -> dict[str, WorkerStatus] | None:

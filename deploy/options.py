@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deploy.logs import LEVELS
+from deploy.logs import FORMATS, LEVELS
 from model.sampling_params import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
@@ -106,7 +106,10 @@ router_option = click.option(
     show_envvar=True,
     help="Where the router is.",
 )
-log_option = setting("--log-level", type=click.Choice(LEVELS), default="info", help="What is said on stderr.")
+log_options = group_of(
+    setting("--log-level", type=click.Choice(LEVELS), default="info", help="What is said on stderr."),
+    setting("--log-format", type=click.Choice(FORMATS), default="text", help="json: an object a line, for collectors."),
+)
 port_option = setting("--port", type=PORT, default=8500, help="Port of the router; 0 takes any that is free.")
 metrics_option = setting(
     "--metrics-port", type=PORT, default=0, help="Port of the Prometheus metrics; 0 takes any that is free."

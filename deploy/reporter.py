@@ -13,7 +13,8 @@ import grpc.aio
 from deploy.cache_feed import CacheFeed, CacheNews
 from protos import workers_pb2, workers_pb2_grpc
 from protos.channel import open_channel
-from protos.errors import from_rpc_error, is_connection_failure
+from protos.credentials import Credentials
+from protos.errors import ServiceError, Unauthenticated, from_rpc_error, is_connection_failure
 
 logger = logging.getLogger(__name__)
 
@@ -32,33 +33,40 @@ class Reporter:
         hello: workers_pb2.WorkerHello,
         load: Callable[[], workers_pb2.WorkerLoad],
         feed: CacheFeed,
+        credentials: Credentials | None = None,
     ) -> None:
         self._router_address = router_address
         self._hello = hello
         self._load = load
         self._feed = feed
+        self._credentials = credentials
         self._is_away = False
+        self._was_registered = False
 
     async def run(self) -> None:
         """Raises the router's refusal (another model, another layout), which no retry would change."""
-        async with open_channel(self._router_address) as channel:
+        async with open_channel(self._router_address, self._credentials) as channel:
             stub = workers_pb2_grpc.WorkersStub(channel)
             while True:
                 try:
                     await self._session(stub)
                 except grpc.aio.AioRpcError as error:
                     refusal = from_rpc_error(error)
-                    if not (refusal.retryable or is_connection_failure(error)):
+                    if not (refusal.retryable or is_connection_failure(error) or self._may_be_known_again(refusal)):
                         raise refusal from None
                     if not self._is_away:
                         logger.info("router %s is away (%s); waiting for it", self._router_address, refusal)
                 self._is_away = True
                 await asyncio.sleep(_RETRY_S)
 
+    def _may_be_known_again(self, refusal: ServiceError) -> bool:
+        """The secret of the cluster is being replaced: what runs here need not end for that."""
+        return self._was_registered and isinstance(refusal, Unauthenticated)
+
     async def _session(self, stub: workers_pb2_grpc.WorkersStub) -> None:
         """A role that was set is kept: it is what this worker registers with at a router that has restarted."""
         async for command in stub.Register(self._reports()):
-            self._is_away = False
+            self._is_away, self._was_registered = False, True
             if command.HasField("set_role"):
                 self._hello.role = command.set_role
             if command.dump_cache:

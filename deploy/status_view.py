@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
+from deploy.security_options import Connect
 from protos.client import PdserveClient
 from protos.errors import DeadlineExceeded
 from protos.values import Status, WorkerStatus
@@ -18,9 +19,9 @@ _DEADLINE_S = 10.0
 _LATE_S = 2.0  # workers report every second
 
 
-async def print_status(router_address: str, out: Console) -> None:
+async def print_status(router_address: str, out: Console, connect: Connect = PdserveClient) -> None:
     with _deadline_told(router_address):
-        async with PdserveClient(router_address) as client:
+        async with connect(router_address) as client:
             status = await client.get_status(deadline_s=_DEADLINE_S)
     out.print(summary_line(status))
     if status.workers:
@@ -31,9 +32,11 @@ async def print_status(router_address: str, out: Console) -> None:
         out.print(missing)
 
 
-async def change_role(router_address: str, worker_id: str, role: str, out: Console) -> None:
+async def change_role(
+    router_address: str, worker_id: str, role: str, out: Console, connect: Connect = PdserveClient
+) -> None:
     with _deadline_told(router_address):
-        async with PdserveClient(router_address) as client:
+        async with connect(router_address) as client:
             await client.set_role(worker_id, role, deadline_s=_DEADLINE_S)
     out.print(f"{worker_id} is used for {role} from the next request on.")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import click
 from rich.console import Console
 
-from deploy import options
+from deploy import options, security_options
 from deploy.local import ClusterConfig, LocalCluster
 from deploy.progress import ConsoleProgress
 from deploy.signals import ended_by_signals
+from protos.client import PdserveClient
 
 
 def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> ClusterConfig:
@@ -19,6 +21,11 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
     default = 0 if settings["num_colocated"] else 1
     counts = {name: settings[name] for name in ("num_prefill", "num_decode") if settings[name] is not None}
     drain = options.as_arguments(context, lambda option: option.name == "drain_s")
+    keys_file = settings["keys_file"]
+    security = security_options.taken_from(dict(settings))
+    security.check(settings["host"], asks_for_keys=keys_file is not None)
+    of_router = security_options.as_arguments(security)
+    of_worker = security_options.as_arguments(security_options.taken_from(dict(settings), is_worker=True))
     return ClusterConfig(
         **{"num_prefill": default, "num_decode": default, **counts},
         num_colocated=settings["num_colocated"],
@@ -26,8 +33,9 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         host=settings["host"],
         port=settings["port"],
         num_threads=settings["num_threads"],
-        router_arguments=drain,
-        worker_arguments=[*options.of_worker(context), *drain],
+        router_arguments=[*drain, *of_router, *(["--keys-file", str(keys_file)] if keys_file else [])],
+        worker_arguments=[*options.of_worker(context), *drain, *of_worker],
+        connect=partial(PdserveClient, tls=security.tls, secret=security.secret(), insecure=security.insecure),
         stop_grace_s=settings["drain_s"] + 10,
     )
 

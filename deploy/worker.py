@@ -23,7 +23,7 @@ from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
 from deploy.verification import verification
 from deploy.wire import packing_for, unpacking_for
-from deploy.worker_config import WorkerConfig
+from deploy.worker_config import LIMITS, WorkerConfig
 from kvtransfer.fault_injection import FaultInjector
 from kvtransfer.geometry import CacheSpan
 from kvtransfer.messages import layout_to_message
@@ -43,6 +43,7 @@ from model.tokenizer import Tokenizer
 from prefill.service import PrefillService
 from protos import workers_pb2
 from protos.errors import ServiceError
+from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.values import ROLES
 
@@ -56,6 +57,7 @@ async def serve_worker(config: WorkerConfig) -> None:
 
     Raises what made it end otherwise: a model that cannot be read, a port in use, the router's refusal.
     """
+    config.security.check_files()
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     logger.info("loading %s", config.model)
     runner = await asyncio.to_thread(load_runner, config, folder)
@@ -81,7 +83,10 @@ class Worker:
         self._is_draining = False
         self._meter = StepMeter()
         self._pool = BlockPool(runner.num_blocks)
-        seams = Seams() if config.faults is None else FaultySeams(FaultInjector(config.faults))
+        secret = config.security.secret()
+        self._credentials = config.security.credentials(secret)
+        faults = None if config.faults is None else FaultInjector(config.faults)
+        seams = Seams(self._credentials) if faults is None else FaultySeams(faults, self._credentials)
         span = CacheSpan(runner.layout, runner.cache_address, runner.num_blocks)
         name = f"{self._worker_id}-{self._epoch}"
         agent = NixlAgent(name, span.base_address, span.num_bytes, runner.cache_device_id)
@@ -126,7 +131,8 @@ class Worker:
             observe=self._observe,
         )
         self._pool.on_release = self._wake
-        self._server = GrpcServer(config.host, config.port)
+        tls, guard = config.security.tls, Guard(secret)
+        self._server = GrpcServer(config.host, config.port, tls=tls, guard=guard, limits=LIMITS)
         seams.serve(self._server, self._prefill, self._decode)
         self._tokenizer_digest = tokenizer_digest(folder)
 
@@ -148,7 +154,7 @@ class Worker:
             await self._server.start()
             stack.push_async_callback(self._close)
             hello, feed = self._hello(metrics_address), CacheFeed(self._pool)
-            reporter = Reporter(self._config.router_address, hello, self._load, feed)
+            reporter = Reporter(self._config.router_address, hello, self._load, feed, self._credentials)
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(_without_end(self._engine.run(), "the engine")),
@@ -192,7 +198,8 @@ class Worker:
                 ("decode", "running"): lambda: decode.num_running,
             },
         )
-        server = serve_metrics(self._config.host, self._config.metrics_port)
+        host = self._config.security.metrics_host_for(self._config.host)
+        server = serve_metrics(host, self._config.metrics_port)
         stack.callback(server.close)
         return server.address
 

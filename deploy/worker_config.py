@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtransfer.faults import FaultPlan
 from model.sampling_params import MAX_DRAFT_TOKENS
+from protos.security import Security
+from protos.serve import ServerLimits
 from protos.values import ROLES
+
+# The router gives up a client that does not read well before we give up the router that waits for it.
+LIMITS = ServerLimits(unread_s=60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,10 @@ class WorkerConfig:
     draft_length: str
     draft_shape: str
     faults: FaultPlan | None = None
+    security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
+        self.security.check(self.host)
         for name in ("num_threads", "num_blocks", "block_size", "max_step_tokens", "max_running"):
             value = getattr(self, name)
             if value is not None and value < 1:

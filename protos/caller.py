@@ -12,6 +12,7 @@ class Scope(enum.Flag):
     INFER = enum.auto()  # ask for answers
     READ = enum.auto()  # see status and metrics
     OPERATE = enum.auto()  # change roles, drain, plan
+    CLUSTER = enum.auto()  # speak as a router or a worker: by the cluster's secret, never by a key
 
 
 @dataclass(frozen=True, slots=True)

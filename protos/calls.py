@@ -1,4 +1,4 @@
-"""What happens around every call of a server: parsing that explains, errors with details, metrics."""
+"""What happens around every call of a server: who may, parsing that explains, errors with details, metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 
 from protos import metrics, tracing
+from protos.caller import Caller, current_caller
+from protos.deliveries import Deliveries, Delivery
 from protos.errors import DETAILS_KEY, Internal, InvalidArgument, ServiceError, to_status
+from protos.guard import Guard
+from protos.request_id import current_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +27,17 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Parse: TypeAlias = Callable[[bytes], object]
 
+_MAX_ID = 200  # characters of a request id that are logged, before anybody has checked it
+_TELL_S = 1.0  # for a status to get past what is not read; gRPC keeps it, whether or not we wait
+
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """`requests` are the methods, by full name, whose calls count as requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard, unread_s: float) -> None:
         self.requests: set[str] = set()
+        self._guard = guard
+        self._deliveries = Deliveries(unread_s)
         self._requests_running, self._calls_running = _Tally(), _Tally()
 
     @property
@@ -50,20 +59,44 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:  # unknown method: gRPC answers UNIMPLEMENTED
             return None
-        return self._around(handler_call_details.method, handler)
+        method = handler_call_details.method
+        try:
+            caller = self._guard.admit(method, handler_call_details.invocation_metadata)
+        except ServiceError as refusal:
+            return self._refusing(method, refusal)
+        return self._around(method, handler, caller)
 
-    def _around(self, method: str, handler: Handler) -> Handler:
+    def _refusing(self, method: str, refusal: ServiceError) -> Handler:
+        """Whatever kind of call it is: as a stream its request is not even received."""
+
+        async def refuse(request: object, context: Context) -> None:
+            with self._counted(method) as outcome:
+                outcome.code = refusal.code
+                await _abort(context, refusal)
+
+        return _KINDS[True, True](refuse)
+
+    def _around(self, method: str, handler: Handler, caller: Caller) -> Handler:
         parse, behavior = _parser(method, handler), _behavior(handler)
 
         async def call(request: Any, context: Context) -> Any:
             """Of streams too: what they yield is written here, so that they are closed at once when the call ends."""
             tracing.incoming.set(tracing.headers_of(context.invocation_metadata()))
-            with self._counted(method) as outcome:
+            current_caller.set(caller)  # of this call's task, which ends with it
+            with self._counted(method) as outcome, self._deliveries.follow() as delivery:
                 try:
-                    answer = behavior(_parsed(request, parse) if handler.request_streaming else parse(request), context)
-                    return await _written(answer, context) if inspect.isasyncgen(answer) else await answer
+                    asked = _parsed(request, parse) if handler.request_streaming else parse(request)
+                    current_request_id.set(str(getattr(asked, "request_id", ""))[:_MAX_ID])
+                    answer = behavior(asked, context)
+                    return await _written(answer, context, delivery) if inspect.isasyncgen(answer) else await answer
                 except ServiceError as error:
                     failure = error
+                except asyncio.CancelledError:
+                    if not delivery.is_given_up:
+                        raise
+                    delivery.taken_back()
+                    failure = self._deliveries.failure()
+                    metrics.SLOW_READERS.labels(method).inc()
                 except (grpc.aio.AbortError, grpc.aio.UsageError):  # the handler has spoken to gRPC itself
                     outcome.code = grpc.StatusCode.UNKNOWN
                     raise
@@ -71,7 +104,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     logger.exception("%s failed", method)
                     failure = Internal("the service failed on this request; its log says why")
                 outcome.code = failure.code
-                await _abort(context, failure)
+                await (_abort_unread if delivery.is_given_up else _abort)(context, failure)
 
         make = _KINDS[handler.request_streaming, handler.response_streaming]
         return make(call, None, handler.response_serializer)
@@ -86,7 +119,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         try:
             yield outcome
         except asyncio.CancelledError:
-            outcome.code = grpc.StatusCode.CANCELLED
+            if outcome.code is grpc.StatusCode.OK:
+                outcome.code = grpc.StatusCode.CANCELLED
             raise
         finally:
             for tally in tallies:
@@ -154,12 +188,26 @@ async def _parsed(raw_requests: AsyncIterator[bytes], parse: Parse) -> AsyncIter
         yield parse(raw)
 
 
-async def _written(answers: Any, context: Context) -> None:
+async def _written(answers: Any, context: Context, delivery: Delivery) -> None:
+    """gRPC takes a message when the one before it has left, which is when its caller reads."""
     async with aclosing(answers):
         async for answer in answers:
+            delivery.since = time.monotonic()
             await context.write(answer)
+            delivery.since = None
 
 
 async def _abort(context: Context, error: ServiceError) -> None:
     details = ((DETAILS_KEY, to_status(error).SerializeToString()),)
     await context.abort(error.code, error.message, details)
+
+
+async def _abort_unread(context: Context, error: ServiceError) -> None:
+    """The status stands behind what is not read, and goes out if it ever is; the handler does not wait for that."""
+    telling = asyncio.ensure_future(_abort(context, error))
+    await asyncio.wait([telling], timeout=_TELL_S)
+    telling.cancel()
+    await asyncio.wait([telling])
+    if not telling.cancelled():
+        telling.exception()  # told
+    raise asyncio.CancelledError

@@ -8,14 +8,17 @@ from typing import TypeAlias
 
 import grpc.aio
 
+from protos.credentials import Credentials
 from protos.errors import Unavailable, from_rpc_error, is_connection_failure
+from protos.renewed_channel import RenewedChannel
+from protos.tls import Pems, handshake_problem
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_S = 10.0
 
 BytesStream: TypeAlias = grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
 
-Options: TypeAlias = tuple[tuple[str, int], ...]
+Options: TypeAlias = tuple[tuple[str, int | str], ...]
 
 
 def keepalive_options(keepalive_s: float) -> Options:
@@ -30,7 +33,7 @@ def keepalive_options(keepalive_s: float) -> Options:
     )
 
 
-_OPTIONS = (
+_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),  # the server's refusal says what the limit is
     *keepalive_options(KEEPALIVE_S),
@@ -42,9 +45,23 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An async context manager; close it. It connects at the first call and again after every loss."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def open_channel(address: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
+    """An async context manager; close it. It connects at the first call and again after every loss.
+
+    Raises FailedPrecondition if a secret would go over a network unencrypted.
+    """
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    credentials.check_address(address)
+    name = credentials.peer_name
+    options: Options = (*_OPTIONS, ("grpc.ssl_target_name_override", name)) if name else _OPTIONS
+
+    def connect(pems: Pems | None) -> grpc.aio.Channel:
+        if pems is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, pems.for_channel(), options=options)
+
+    return RenewedChannel(connect, credentials.metadata, credentials.pems)
 
 
 @contextmanager
@@ -57,7 +74,8 @@ def service_errors(nobody_there: str = "") -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         if nobody_there and is_connection_failure(error):
-            raise Unavailable(nobody_there) from error
+            problem = handshake_problem(error.details() or "")
+            raise Unavailable(f"{nobody_there}{problem and f' ({problem})'}") from error
         raise from_rpc_error(error) from None
 
 

@@ -12,7 +12,10 @@ import grpc.aio
 
 from protos import inference_pb2, inference_pb2_grpc, workers_pb2, workers_pb2_grpc
 from protos.channel import open_channel, service_errors
+from protos.credentials import Credentials
 from protos.errors import Internal, InvalidArgument, Unavailable
+from protos.secret import ClusterSecret
+from protos.tls import TlsFiles
 from protos.values import ROLES, ChatMessage, Chunk, Model, Sampling, Status, Summary
 
 Answer: TypeAlias = AsyncGenerator[Chunk | Summary, None]
@@ -24,9 +27,23 @@ AnswerCall: TypeAlias = "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateRes
 class PdserveClient:
     """Connects at the first call, and anew after a loss. Use it as an async context manager, or `close` it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls: TlsFiles | None = None,
+        secret: ClusterSecret | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """`secret` instead of a key is for processes of the cluster. `insecure`: send either of them unencrypted.
+
+        Raises OSError or ValueError for files that cannot be used, FailedPrecondition if `insecure` would be needed.
+        """
         self._nobody_there = f"no router answers at {address}: start one with `pdserve up`, or give its address"
-        self._channel = open_channel(address)
+        is_anonymous = not (api_key or tls or secret)
+        credentials = None if is_anonymous else Credentials(tls, secret, api_key, insecure=insecure)
+        self._channel = open_channel(address, credentials)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._pools = workers_pb2_grpc.PoolsStub(self._channel)
 

@@ -1,6 +1,7 @@
 """Every error that crosses a process, and its form as a gRPC status with google.rpc details. By who must act:
 
-caller    InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, DeadlineExceeded, Cancelled, Unimplemented
+caller    InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, DeadlineExceeded, Cancelled, Unimplemented,
+          Unauthenticated, PermissionDenied; ResourceExhausted: SlowReader
 capacity  ResourceExhausted; Unavailable: NoWorker
 peer      Unavailable: WorkerLost, AttemptsExhausted; Aborted (packages add their own, each with a reason of its own)
 ours      Internal
@@ -85,12 +86,33 @@ class Unimplemented(ServiceError):
     reason = "UNIMPLEMENTED"
 
 
+class Unauthenticated(ServiceError):
+    """The caller showed no credentials, or none that are known here. The message never repeats them."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(ServiceError):
+    """The caller is known, and may not do this; the message says what it lacks."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
+
+
 class ResourceExhausted(ServiceError):
     """Something is full now."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "RESOURCE_EXHAUSTED"
     retryable = True
+
+
+class SlowReader(ResourceExhausted):
+    """The caller did not read its stream for so long that it was ended."""
+
+    reason = "SLOW_READER"
+    retryable = False
 
 
 class Unavailable(ServiceError):

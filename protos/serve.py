@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 from wsgiref.simple_server import WSGIServer
 
@@ -23,6 +24,8 @@ from grpc_reflection.v1alpha import reflection
 
 from protos.calls import CallInterceptor
 from protos.channel import KEEPALIVE_S, MAX_MESSAGE_BYTES, Options, keepalive_options
+from protos.guard import Guard
+from protos.tls import TlsFiles, server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -31,25 +34,57 @@ Servicer = TypeVar("Servicer")
 _UNWIND_S = 10.0
 
 
-def _options(keepalive_s: float) -> Options:
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What one server bears of its callers. Streams are those of one connection, calls those of all of them."""
+
+    keepalive_s: float = KEEPALIVE_S
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_metadata_bytes: int = 16 * 2**10  # the headers of a call
+    max_streams: int = 1024  # more of them wait at the caller
+    max_calls: int = 20_000  # more are refused: RESOURCE_EXHAUSTED
+    handshake_s: float = 10.0
+    idle_s: float = 600.0  # a connection without calls is closed; its client connects anew when it has one
+    unread_s: float = 30.0  # a message that is not read for so long ends its stream
+
+
+def _options(limits: ServerLimits) -> Options:
     return (
         ("grpc.so_reuseport", 0),  # two processes on one port would each get some of the calls
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        *keepalive_options(keepalive_s),
-        ("grpc.http2.min_ping_interval_without_data_ms", round(keepalive_s * 500)),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(keepalive_s * 500)),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),  # between the two, chance would decide
+        ("grpc.max_concurrent_streams", limits.max_streams),
+        ("grpc.server_handshake_timeout_ms", round(limits.handshake_s * 1000)),
+        ("grpc.max_connection_idle_ms", round(limits.idle_s * 1000)),
+        *keepalive_options(limits.keepalive_s),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(limits.keepalive_s * 500)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(limits.keepalive_s * 500)),
     )
 
 
 class GrpcServer:
     """`add` services, `start`, `stop`. Health: the empty name is the process (liveness), each service has its own."""
 
-    def __init__(self, host: str, port: int, *, keepalive_s: float = KEEPALIVE_S) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: TlsFiles | None = None,
+        guard: Guard | None = None,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        """Without `tls` in clear, without `guard` for everybody."""
+        limits = limits or ServerLimits()
         self._host = host
         self._port = port
-        self._calls = CallInterceptor()
-        self._server = grpc.aio.server(interceptors=[self._calls], options=_options(keepalive_s))
+        self._tls = tls
+        self._calls = CallInterceptor(guard or Guard(), limits.unread_s)
+        self._server = grpc.aio.server(
+            interceptors=[self._calls], options=_options(limits), maximum_concurrent_rpcs=limits.max_calls
+        )
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
 
@@ -73,7 +108,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
 
     async def start(self) -> None:
-        """Raises OSError, naming the address, if it cannot be listened at."""
+        """Raises OSError, naming the address, if it cannot be listened at; what TLS files that are unusable raise."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -81,10 +116,15 @@ class GrpcServer:
             await self.set_serving(service, True)
         _check_bindable(self._host, self._port)
         try:
-            self._port = self._server.add_insecure_port(self.address)
+            self._port = self._listening()
         except RuntimeError as error:
             raise OSError(f"cannot listen at {self.address}: {error}") from error
         await self._server.start()
+
+    def _listening(self) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(self.address)
+        return self._server.add_secure_port(self.address, server_credentials(self._tls))
 
     async def set_serving(self, service: str, serving: bool) -> None:
         """Whether `service` could do its work now (readiness)."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protos.security import Security
+from protos.serve import ServerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class PlacementPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """`metrics_port` None serves no metrics; port 0 takes any that is free."""
+    """`metrics_port` None serves no metrics, 0 takes any that is free. Without `keys_file` no keys are asked for."""
 
     model: str
     host: str = "127.0.0.1"
@@ -46,3 +50,10 @@ class RouterConfig:
     max_prompt_bytes: int = 4 * 2**20
     relay: RelayPolicy = RelayPolicy()
     placement: PlacementPolicy = PlacementPolicy()
+    security: Security = field(default_factory=Security)
+    keys_file: Path | None = None
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        """Raises Exposed."""
+        self.security.check(self.host, asks_for_keys=self.keys_file is not None)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from protos.channel import open_channel
+from protos.credentials import Credentials
 from router.placement import Candidate, WorkerId
 
 Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, Any]"
@@ -41,14 +42,20 @@ class Link:
 
 
 class Links:
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self._credentials = credentials
         self._links: dict[WorkerId, Link] = {}
+
+    def check_address(self, address: str) -> None:
+        """Raises FailedPrecondition for one that may not be called at all."""
+        if self._credentials is not None:
+            self._credentials.check_address(address)
 
     @asynccontextmanager
     async def to(self, worker: Candidate) -> AsyncIterator[Link]:
         link = self._links.get(worker.id)
         if link is None:
-            link = self._links[worker.id] = Link(open_channel(worker.address))
+            link = self._links[worker.id] = Link(open_channel(worker.address, self._credentials))
         link.num_users += 1
         try:
             yield link

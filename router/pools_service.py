@@ -39,6 +39,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
             return
         if not first.HasField("hello"):
             raise InvalidArgument("the first report has no hello: the router does not know who this is", field="hello")
+        self._links.check_address(first.hello.address)
         worker = self._table.register(profile_from_hello(first.hello), load_from_message(first.load))
         name = worker.profile.id.name
         logger.info("worker %s registered: %s at %s", name, worker.role.name, worker.profile.address)

@@ -20,9 +20,11 @@ from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import workers_pb2_grpc
+from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from router.card import ModelCard
 from router.config import RouterConfig
+from router.keys import KeyFile
 from router.links import Links
 from router.metrics import WorkersCollector
 from router.placement import can_serve
@@ -56,6 +58,7 @@ async def serve_router(config: RouterConfig) -> None:
 
     Raises what made it end otherwise: a model that cannot be read, a port in use.
     """
+    config.security.check_files()
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     card = await asyncio.to_thread(load_card, config.model, folder)
     async with Router(config, card) as router:
@@ -70,11 +73,14 @@ class Router:
 
     def __init__(self, config: RouterConfig, card: ModelCard, rng: random.Random | None = None) -> None:
         self._config = config
-        self._links = Links()
+        secret = config.security.secret()
+        self._links = Links(config.security.credentials(secret))
+        self.guard = Guard(secret, KeyFile(config.keys_file) if config.keys_file else None)  # of every door
         self.table = WorkerTable(card.tokenizer_digest)
         relay = Relay(self.table, self._links, config.relay, rng, config.placement)
         self.inference = InferenceService(card, self.table, relay, config.max_prompt_bytes)
-        self._server = GrpcServer(config.host, config.port)
+        tls = config.security.tls
+        self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
         self._server.add_handlers(SERVICE, self.inference.handlers())
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
         self._pools = PoolsService(self.table, card.name, self.inference)
@@ -117,7 +123,8 @@ class Router:
         prometheus_client.REGISTRY.register(collector)
         stack.callback(prometheus_client.REGISTRY.unregister, collector)
         if self._config.metrics_port is not None:
-            server = serve_metrics(self._config.host, self._config.metrics_port)
+            host = self._config.security.metrics_host_for(self._config.host)
+            server = serve_metrics(host, self._config.metrics_port)
             stack.callback(server.close)
             self._pools.metrics_address = server.address
 

@@ -19,6 +19,7 @@ from protos import inference_pb2 as pb
 from protos import tracing
 from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
+from protos.request_id import current_request_id
 from router import metrics
 from router.card import ModelCard
 from router.choices import Choices
@@ -113,6 +114,7 @@ class InferenceService:
                 raise Unavailable("the router is about to stop; ask another one, or again later")
             check_deadline(remaining_s)
             unresolved = check()
+            current_request_id.set(unresolved.request_id)
             with self._claimed(unresolved.request_id), _traced(unresolved.request_id) as span:
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()

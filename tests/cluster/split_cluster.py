@@ -97,7 +97,7 @@ class SplitCluster:
     async def _spawn(self, name: str, command: str, *arguments: str) -> None:
         pdserve = (sys.executable, "-P", "-m", "deploy.cli", command, "--model", str(self._model))
         inside = (*self._namespace(name).entering(), *_WITH_OWN_SYS)
-        host = ("--host", self._host(name))
+        host = ("--host", self._host(name), "--insecure")
         environment = {**_ENVIRONMENT, "no_proxy": "*", "TMPDIR": os.environ.get("TMPDIR", "/tmp")}
         log_path = self._folder / f"{name}.log"
         self._processes[name] = await ChildProcess.start(

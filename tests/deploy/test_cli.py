@@ -34,7 +34,7 @@ def test_help_lists_the_commands_in_the_order_a_newcomer_needs_them() -> None:
     result = pdserve("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.partition("Commands:")[2].splitlines() if line]
-    assert listed == ["demo", "up", "worker", "router", "generate", "chat", "status", "role", "drain", "model"]
+    assert listed == ["demo", "up", "worker", "router", "generate", "chat", "status", "role", "drain", "model", "key"]
 
 
 @pytest.mark.parametrize("command", [*cli.commands, "model build"])
@@ -208,4 +208,7 @@ def test_up_passes_on_what_it_does_not_decide_itself() -> None:
     passed_on = {option.name for option in cli.commands["up"].params if isinstance(option, options.WorkerOption)}
     decided = {"model", "router_address", "role", "host", "port", "worker_id", "metrics_port", "num_threads"}
     of_worker = {option.name for option in cli.commands["worker"].params}
-    assert passed_on == of_worker - decided - {"drain_s", "log_level", "faults"}  # a fault plan is inherited
+    trust = {"tls_cert", "tls_key", "tls_ca", "tls_peer_name", "require_client_cert", "secret_file", "insecure"}
+    assert trust <= {option.name for option in cli.commands["up"].params}
+    of_process = {"drain_s", "metrics_host", "log_level", "log_format", "faults"}  # a fault plan is inherited
+    assert passed_on == of_worker - decided - trust - of_process

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from deploy.logs import message_of
@@ -21,8 +23,28 @@ except Exception:
 """
 
 
+IN_JSON = """
+from deploy.logs import configure_logging
+configure_logging("router", "info", "json")
+import logging
+from protos.request_id import current_request_id
+logger = logging.getLogger("router.relay")
+logger.info("two\\nlines of %s", "ünicode")
+current_request_id.set("r-1")
+try:
+    raise ValueError("what went wrong")
+except ValueError:
+    logger.exception("failed")
+logger.debug("not said")
+"""
+
+
 def printed(error: str) -> list[str]:
-    command = [sys.executable, "-c", REPORTING.format(error=error)]
+    return said(REPORTING.format(error=error))
+
+
+def said(code: str) -> list[str]:
+    command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr.splitlines()
 
 
@@ -36,3 +58,13 @@ def test_a_connection_that_ends_as_an_answer_does_is_one_line() -> None:
 def test_other_errors_of_grpc_keep_their_traceback() -> None:
     first, *rest = printed("InternalError")
     assert " ERROR   decode-0 " in first and rest[0] == "Traceback (most recent call last):"
+
+
+def test_in_json_everything_is_a_line_and_names_its_request() -> None:
+    first, second = (json.loads(line) for line in said(IN_JSON))
+    written_at = datetime.fromisoformat(first.pop("time"))
+    assert abs(datetime.now(UTC) - written_at) < timedelta(minutes=5)
+    about = {"process": "router", "logger": "router.relay"}
+    assert first == {"level": "info", "message": "two\nlines of ünicode", **about}
+    assert (second["level"], second["message"], second["request_id"]) == ("error", "failed", "r-1")
+    assert second["exception"].startswith("Traceback") and second["exception"].endswith("what went wrong")

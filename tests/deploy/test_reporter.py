@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,14 +18,17 @@ from deploy.cache_feed import CacheFeed
 from deploy.reporter import Reporter
 from model.block_pool import BlockPool
 from protos import workers_pb2, workers_pb2_grpc
-from protos.errors import FailedPrecondition, ServiceError
+from protos.credentials import Credentials
+from protos.errors import FailedPrecondition, ServiceError, Unauthenticated
 from protos.serve import GrpcServer
+from protos.tls import TlsFiles
+from tests.protos.certificates import Authority
 
 
 class Router(workers_pb2_grpc.WorkersServicer):
-    """Ends every stream but the last as it is told to: with a code of gRPC's own, or by an error of ours."""
+    """Ends every stream but the last as told: with a code of gRPC's own, an error of ours, or (None) after a word."""
 
-    def __init__(self, *ends: grpc.StatusCode | ServiceError) -> None:
+    def __init__(self, *ends: grpc.StatusCode | ServiceError | None) -> None:
         self.registered: asyncio.Queue[str] = asyncio.Queue()
         self._ends = list(ends)
 
@@ -36,17 +41,22 @@ class Router(workers_pb2_grpc.WorkersServicer):
                 end = self._ends.pop(0)
                 if isinstance(end, ServiceError):
                     raise end
+                if end is None:
+                    break
                 await context.abort(end, "the connection is no more")
         yield workers_pb2.RouterCommand()
 
 
 @asynccontextmanager
-async def reporting_to(router: Router) -> AsyncIterator[asyncio.Task[None]]:
-    server = GrpcServer("127.0.0.1", 0)
+async def reporting_to(
+    router: Router, tls: TlsFiles | None = None, credentials: Credentials | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    server = GrpcServer("127.0.0.1", 0, tls=tls)
     server.add(workers_pb2_grpc.add_WorkersServicer_to_server, router)
     await server.start()
     hello, load = workers_pb2.WorkerHello(worker_id="w"), workers_pb2.WorkerLoad()
-    running = asyncio.create_task(Reporter(server.address, hello, lambda: load, CacheFeed(BlockPool(4))).run())
+    reporter = Reporter(server.address, hello, lambda: load, CacheFeed(BlockPool(4)), credentials)
+    running = asyncio.create_task(reporter.run())
     try:
         yield running
     finally:
@@ -66,6 +76,40 @@ async def test_a_stream_that_breaks_is_opened_again(monkeypatch: pytest.MonkeyPa
     async with reporting_to(router) as running, asyncio.timeout(5):
         assert [await router.registered.get() for _ in range(2)] == ["w", "w"]
         assert not running.done()
+
+
+async def test_a_secret_that_changes_while_it_runs_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is running here has no part in it; but a worker that never was let in says so and ends."""
+    monkeypatch.setattr(reporter, "_RETRY_S", 0.01)
+    router = Router(None, Unauthenticated("another secret"))
+    async with reporting_to(router) as running, asyncio.timeout(5):
+        assert [await router.registered.get() for _ in range(3)] == ["w"] * 3
+        assert not running.done()
+    async with reporting_to(Router(Unauthenticated("another secret"))) as running, asyncio.timeout(5):
+        with pytest.raises(Unauthenticated, match="another secret"):
+            await running
+
+
+@pytest.mark.parametrize(
+    "case, problem", [("wrong CA", "unable to get local issuer"), ("expired", "certificate has expired")]
+)
+async def test_a_router_that_cannot_be_trusted_is_waited_for_and_told(
+    case: str, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets its report once its files are right: the worker need not be started again."""
+    monkeypatch.setattr(reporter, "_RETRY_S", 0.01)
+    monkeypatch.setattr("protos.watched.LOOK_S", 0.0)
+    caplog.set_level(logging.INFO)
+    authority = Authority(tmp_path)
+    wrong = Authority(tmp_path, "other") if case == "wrong CA" else authority
+    tls = wrong.issue("router", has_expired=case == "expired")
+    router = Router()
+    async with reporting_to(router, tls, Credentials(TlsFiles(ca=authority.path))) as running, asyncio.timeout(20):
+        while problem not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert router.registered.empty() and not running.done()
+        authority.issue("router")
+        assert await router.registered.get() == "w"
 
 
 async def test_a_refusal_ends_it() -> None:

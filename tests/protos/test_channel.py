@@ -11,7 +11,7 @@ import pytest
 from protos import inference_pb2, inference_pb2_grpc
 from protos.channel import open_channel, service_errors
 from protos.errors import Unavailable
-from protos.serve import GrpcServer
+from protos.serve import GrpcServer, ServerLimits
 from tests.protos.echo import Echo, running_echo
 
 BUSY_S = 0.5
@@ -39,7 +39,7 @@ async def test_a_peer_that_is_slow_to_answer_a_connection_is_reached() -> None:
 
 async def test_a_peer_that_answers_no_ping_is_given_up() -> None:
     """As one does that was stopped, or cut off from the network: it closes nothing."""
-    server = GrpcServer("127.0.0.1", 0, keepalive_s=KEEPALIVE_S)
+    server = GrpcServer("127.0.0.1", 0, limits=ServerLimits(keepalive_s=KEEPALIVE_S))
     server.add(inference_pb2_grpc.add_InferenceServicer_to_server, Echo())
     await server.start()
     host, _, port = server.address.rpartition(":")

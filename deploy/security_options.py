@@ -1,0 +1,157 @@
+"""The flags that say whom to trust and what to show: for processes that serve, and for those that call the router."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+
+import click
+
+from deploy.options import group_of, router_option
+
+if TYPE_CHECKING:
+    from protos.client import PdserveClient
+    from protos.security import Security
+    from protos.tls import TlsFiles
+
+F = TypeVar("F", bound=Callable[..., Any])
+Connect: TypeAlias = "Callable[[str], PdserveClient]"
+
+KEY_VARIABLE = "PDSERVE_API_KEY"
+_FILE = click.Path(path_type=Path)
+
+
+def _tls_options(envvar: str | None = None) -> tuple[Callable[[F], F], ...]:
+    """`envvar` may name the CA instead of the option."""
+    return (
+        click.option("--tls-cert", type=_FILE, metavar="PEM", help="Certificate of this process, with its chain."),
+        click.option("--tls-key", type=_FILE, metavar="PEM", help="Private key of --tls-cert."),
+        click.option(
+            "--tls-ca",
+            type=_FILE,
+            metavar="PEM",
+            envvar=envvar,
+            show_envvar=True,
+            help="Who vouches for the others' certificates.  [default with TLS: this system's CAs]",
+        ),
+        click.option(
+            "--tls-peer-name",
+            metavar="NAME",
+            default="",
+            help="Name that certificates of those we call must carry.  [default: the address they are called at]",
+        ),
+    )
+
+
+_tls_option = click.option("--tls", "use_tls", is_flag=True, help="Speak TLS; an option --tls-... says so too.")
+_insecure_help = {
+    "serving": "Listen beyond this machine although TLS, secret or keys are missing.",
+    "calling": "Send the API key without TLS.",
+}
+
+
+def _insecure_option(use: str) -> Callable[[F], F]:
+    return click.option("--insecure", is_flag=True, help=_insecure_help[use])
+
+
+serving_options = group_of(
+    *_tls_options(),
+    click.option(
+        "--tls-client-certs/--no-tls-client-certs",
+        "require_client_cert",
+        default=None,
+        help="Serve only who has a certificate of --tls-ca.  [default: a worker does, if it has --tls-ca]",
+    ),
+    click.option(
+        "--cluster-secret-file",
+        "secret_file",
+        type=_FILE,
+        metavar="FILE",
+        help="What routers and workers know each other by, such as `openssl rand -hex 32` makes.",
+    ),
+    _insecure_option("serving"),
+    click.option("--metrics-host", default="", help="Where metrics are served.  [default: --host; 127.0.0.1 with TLS]"),
+)
+keys_option = click.option(
+    "--keys-file", type=_FILE, metavar="FILE", help="Ask callers for API keys: those of `pdserve key create`."
+)
+
+
+def taken_from(settings: dict[str, Any], *, is_worker: bool = False) -> Security:
+    """What `serving_options` have set, removed from the settings of a command. Raises TlsFilesUnusable."""
+    from protos.security import Security
+
+    required, has_ca = settings.pop("require_client_cert"), settings["tls_ca"] is not None
+    tls = _tls(settings, is_worker and has_ca if required is None else required)
+    taken = {name: settings.pop(name) for name in ("secret_file", "insecure", "metrics_host")}
+    return Security(tls=tls, **taken)
+
+
+def as_arguments(security: Security) -> list[str]:
+    """For a child process, which has the same flags. Names of files: what is secret is in them."""
+    arguments: list[str] = []
+    if tls := security.tls:
+        arguments += _given({"--tls-cert": tls.cert, "--tls-key": tls.key, "--tls-ca": tls.ca})
+        arguments += _given({"--tls-peer-name": tls.peer_name})
+        arguments.append("--tls-client-certs" if tls.require_client_cert else "--no-tls-client-certs")
+    arguments += _given({"--cluster-secret-file": security.secret_file, "--metrics-host": security.metrics_host})
+    return arguments + ["--insecure"] * security.insecure
+
+
+def router_access(command: F) -> F:
+    """For a command that calls the router: --router, and a `connect` that shows the key there. Never a key as argument:
+    every user of a machine sees those."""
+
+    @functools.wraps(command)
+    def connected(*arguments: Any, api_key_file: Path | None, use_tls: bool, insecure: bool, **settings: Any) -> Any:
+        from protos.client import PdserveClient
+        from protos.tls import TlsFiles
+
+        tls = _tls(settings) or (TlsFiles() if use_tls else None)
+        connect = functools.partial(PdserveClient, api_key=_api_key(api_key_file), tls=tls, insecure=insecure)
+        return command(*arguments, connect=connect, **settings)
+
+    key_option = click.option(
+        "--api-key-file",
+        type=_FILE,
+        metavar="FILE",
+        envvar="PDSERVE_API_KEY_FILE",
+        help=f"Holds the API key to show.  [default: the key in {KEY_VARIABLE}, if any]",
+    )
+    options = (
+        router_option,
+        key_option,
+        _tls_option,
+        *_tls_options(envvar="PDSERVE_TLS_CA"),
+        _insecure_option("calling"),
+    )
+    return cast("F", group_of(*options)(connected))
+
+
+def _api_key(path: Path | None) -> str:
+    from protos.watched import read_file
+
+    key = os.environ.get(KEY_VARIABLE, "") if path is None else read_file(path).decode("utf-8", "replace")
+    key = key.strip()
+    if path is not None and not key:
+        raise click.BadParameter(f"{path} is empty", param_hint="--api-key-file")
+    if not key.isascii() or not key.isprintable() or " " in key:  # gRPC would quote it in its refusal
+        source = KEY_VARIABLE if path is None else str(path)
+        raise click.UsageError(f"{source} does not hold an API key: it has spaces, or characters that no key has")
+    return key
+
+
+def _tls(settings: dict[str, Any], require_client_cert: bool = False) -> TlsFiles | None:
+    from protos.tls import TlsFiles
+
+    cert, key, ca, name = (settings.pop(f"tls_{name}") for name in ("cert", "key", "ca", "peer_name"))
+    if not (cert or key or ca or require_client_cert):
+        return None
+    return TlsFiles(cert, key, ca, bool(require_client_cert), name)
+
+
+def _given(options: Mapping[str, object]) -> list[str]:
+    return [text for flag, value in options.items() if value for text in (flag, str(value))]
