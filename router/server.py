@@ -19,11 +19,14 @@ from model.config import ModelConfig
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import workers_pb2_grpc
+from protos.caller import Authenticator
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from router.card import ModelCard
 from router.config import RouterConfig
+from router.http_server import HttpServer
 from router.links import Links
 from router.metrics import WorkersCollector
+from router.openai_server import OpenAIDoor
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
 from router.relay import Relay
@@ -59,14 +62,21 @@ async def serve_router(config: RouterConfig) -> None:
     async with Router(config, card) as router:
         gc.collect()
         gc.freeze()  # what is here now stays: to look at it again and again would stop every stream each time
-        logger.info("serving %s at %s", card.name, router.address)
+        http = f" and http://{router.http_address}" if router.http_address else ""
+        logger.info("serving %s at %s%s", card.name, router.address, http)
         await drain_on_signal(router.drain)
 
 
 class Router:
     """`async with Router(config, card) as router:` serves at `router.address` inside, and has closed all behind."""
 
-    def __init__(self, config: RouterConfig, card: ModelCard, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        card: ModelCard,
+        rng: random.Random | None = None,
+        authenticator: Authenticator | None = None,
+    ) -> None:
         self._config = config
         self._links = Links()
         self.table = WorkerTable(card.tokenizer_digest)
@@ -77,6 +87,8 @@ class Router:
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
         self._pools = PoolsService(self.table, card.name, self.inference)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
+        openai = OpenAIDoor(self.inference, card, self._is_ready, authenticator)
+        self._http = None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port)
         self._stack = AsyncExitStack()
 
     @property
@@ -88,12 +100,20 @@ class Router:
         """Empty if metrics are not served."""
         return self._pools.metrics_address
 
+    @property
+    def http_address(self) -> str:
+        """Empty if HTTP is not served."""
+        return "" if self._http is None else self._http.address
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._links.close)
             self._watch(stack)
             await self._server.start()
             stack.push_async_callback(self._server.stop)
+            if self._http is not None:
+                await self._http.start()
+                stack.push_async_callback(self._http.stop)
             watching = asyncio.create_task(self._look_after())
             stack.push_async_callback(_ended, watching)
             self._stack = stack.pop_all()
@@ -108,7 +128,10 @@ class Router:
         """Refuses new requests and lets those in flight finish, for up to `drain_s`. Workers stay registered."""
         self.inference.is_draining = True
         logger.info("draining: %d requests are in flight", self.inference.num_in_flight)
-        await self._server.stop(self._config.drain_s)
+        async with asyncio.TaskGroup() as stopping:
+            stopping.create_task(self._server.stop(self._config.drain_s))
+            if self._http is not None:
+                stopping.create_task(self._http.stop(self._config.drain_s))
 
     def _watch(self, stack: AsyncExitStack) -> None:
         collector = WorkersCollector(self.table)
@@ -119,10 +142,13 @@ class Router:
             stack.callback(server.close)
             self._pools.metrics_address = server.address
 
+    def _is_ready(self) -> bool:
+        return can_serve(self.table.snapshot())
+
     async def _look_after(self) -> None:
         """Inference is SERVING while a request could be placed; requests on workers that fell silent go elsewhere."""
         while True:
-            await self._server.set_serving(SERVICE, can_serve(self.table.snapshot()))
+            await self._server.set_serving(SERVICE, self._is_ready())
             for worker_id in self.table.silent():
                 await self._links.give_up(worker_id)
             await self.table.wait_changed(_LOOK_S)
