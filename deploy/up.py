@@ -25,6 +25,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         model=settings["model"],
         host=settings["host"],
         port=settings["port"],
+        http_port=settings["http_port"],
         num_threads=settings["num_threads"],
         router_arguments=drain,
         worker_arguments=[*options.of_worker(context), *drain],
@@ -62,6 +63,18 @@ def how_to_call(cluster: LocalCluster) -> str:
   pdserve chat{router}
   pdserve generate "Once upon a time"{router}
   pdserve status{router}
-
+{_how_to_curl(cluster.http_address)}
 Ctrl-C stops it. What the processes say is in {cluster.log_folder}.
+"""
+
+
+def _how_to_curl(http_address: str) -> str:
+    """Nothing without HTTP."""
+    if not http_address:
+        return ""
+    question = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
+    return f"""
+Clients of OpenAI's API take http://{http_address}/v1 as their base URL:
+
+  curl http://{http_address}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'
 """

@@ -186,6 +186,6 @@ def _end_silent_readers(listener: socket.socket) -> None:
     """The kernel ends connections whose other end takes nothing, or is gone: those accepted here have its options."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, round(_SILENT_READER_S / 2))
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, round(_SILENT_READER_S / 6))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(_SILENT_READER_S / 2)))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(_SILENT_READER_S / 6)))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENT_READER_S * 1000))

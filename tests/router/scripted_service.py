@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from protos import inference_pb2 as pb
@@ -16,11 +16,13 @@ from tests.router.fakes import CARD
 Step = pb.GenerateResponse | ServiceError
 """What comes next: a message, or the end by an error."""
 
+Script = Callable[[pb.GenerateRequest | pb.ChatRequest], Iterable[Step]]
+
 
 class ScriptedService:
     """`script` gives the answer to one request."""
 
-    def __init__(self, script: Callable[[pb.GenerateRequest | pb.ChatRequest], Sequence[Step]]) -> None:
+    def __init__(self, script: Script) -> None:
         self.is_draining = False
         self.asked: list[pb.GenerateRequest | pb.ChatRequest] = []
         self.remaining_s: list[float | None] = []
@@ -49,6 +51,7 @@ class ScriptedService:
         self.num_open += 1
         try:
             for step in self._script(message):
+                await asyncio.sleep(0)  # as where messages come from a worker
                 if isinstance(step, ServiceError):
                     raise step
                 if step.HasField("usage"):
