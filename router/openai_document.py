@@ -55,9 +55,10 @@ def document() -> dict[str, Any]:
 
 
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_TIMEOUT = {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400}
 _HEADERS = [
     {"name": "x-request-id", "in": "header", "schema": {"type": "string", "minLength": 1, "maxLength": 120}},
-    {"name": "x-request-timeout-s", "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}},
+    {"name": "x-request-timeout-s", "in": "header", "schema": _TIMEOUT},
 ]
 
 

@@ -33,6 +33,7 @@ from router.openai_responses import Answer, ChatForm, CompletionForm, Form, Spel
 logger = logging.getLogger(__name__)
 
 DEADLINE_HEADER = "x-request-timeout-s"
+MAX_DEADLINE_S = 86_400
 _MAX_ID_CHARACTERS = 120
 _LAST_WORD_S = 1.0  # for telling a client that the router stops
 
@@ -225,7 +226,7 @@ def _remaining_s(call: Call) -> float | None:
         remaining_s = float(given)
     except ValueError:
         remaining_s = math.nan
-    if not 0 < remaining_s < math.inf:
-        told = f"{DEADLINE_HEADER} is {given[:100]!r}; it must be a number of seconds above 0"
+    if not 0 < remaining_s <= MAX_DEADLINE_S:
+        told = f"{DEADLINE_HEADER} is {given[:100]!r}; it must be a number of seconds above 0, {MAX_DEADLINE_S} at most"
         raise Problem(400, told, param=DEADLINE_HEADER)
     return remaining_s
