@@ -95,6 +95,7 @@ def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) ->
 @options.host_option
 @options.port_option
 @door_options.http_port_option()
+@door_options.kserve_option
 @options.threads_option
 @options.worker_options
 @options.drain_option
@@ -134,6 +135,7 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.host_option
 @options.port_option
 @door_options.http_port_option()
+@door_options.kserve_option
 @options.metrics_option
 @options.drain_option
 @options.log_option

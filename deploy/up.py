@@ -27,7 +27,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         port=settings["port"],
         http_port=settings["http_port"],
         num_threads=settings["num_threads"],
-        router_arguments=drain,
+        router_arguments=[*drain, *([] if settings["kserve"] else ["--no-kserve"])],
         worker_arguments=[*options.of_worker(context), *drain],
         stop_grace_s=settings["drain_s"] + 10,
     )

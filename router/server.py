@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import random
+import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +19,13 @@ from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
-from protos import workers_pb2_grpc
+from protos import kserve_pb2_grpc, workers_pb2_grpc
 from protos.caller import Authenticator
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from router.card import ModelCard
 from router.config import RouterConfig
 from router.http_server import HttpServer
+from router.kserve_service import KServeService
 from router.links import Links
 from router.metrics import WorkersCollector
 from router.openai_server import OpenAIDoor
@@ -87,6 +89,9 @@ class Router:
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
         self._pools = PoolsService(self.table, card.name, self.inference)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
+        self._kserve = KServeService(self.inference, card, self._is_ready)
+        if config.kserve:
+            self._server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, self._kserve)
         openai = OpenAIDoor(self.inference, card, self._is_ready, authenticator)
         self._http = None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port)
         self._stack = AsyncExitStack()
@@ -129,9 +134,17 @@ class Router:
         self.inference.is_draining = True
         logger.info("draining: %d requests are in flight", self.inference.num_in_flight)
         async with asyncio.TaskGroup() as stopping:
-            stopping.create_task(self._server.stop(self._config.drain_s))
+            stopping.create_task(self._stop_grpc(self._config.drain_s))
             if self._http is not None:
                 stopping.create_task(self._http.stop(self._config.drain_s))
+
+    async def _stop_grpc(self, grace_s: float) -> None:
+        """The requests in KServe's streams are no calls of their own, which the server would wait for."""
+        end_at = time.monotonic() + grace_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._kserve.drained()
+        await self._server.stop(max(0.0, end_at - time.monotonic()))
 
     def _watch(self, stack: AsyncExitStack) -> None:
         collector = WorkersCollector(self.table)

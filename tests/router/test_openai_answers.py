@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from openai.types.chat import ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion import ChoiceLogprobs
 
 from protos import inference_pb2 as pb
 from protos.caller import Authenticator, Caller, Scope
@@ -93,6 +95,11 @@ LIKELY = [
 ]
 
 
+def content_of(told: ChoiceLogprobs | None) -> list[ChatCompletionTokenLogprob]:
+    assert told is not None and told.content is not None
+    return told.content
+
+
 async def test_logprobs_of_a_chat() -> None:
     async with asking(*LIKELY) as (client, service):
         whole = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True, top_logprobs=2)
@@ -101,8 +108,7 @@ async def test_logprobs_of_a_chat() -> None:
         )
         streamed = [chunk.choices[0].logprobs async for chunk in stream]
     assert service.asked[0].sampling.logprobs == 2
-    content = whole.choices[0].logprobs and whole.choices[0].logprobs.content
-    assert content is not None
+    content = content_of(whole.choices[0].logprobs)
     assert [(each.token, each.logprob, each.bytes) for each in content] == [
         ("<7>", -0.5, list(b"<7>")),
         ("<12>", -2.0, list(b"<12>")),
@@ -139,8 +145,8 @@ async def test_pieces_of_characters_are_told_by_their_bytes(monkeypatch: pytest.
     async with asking(said, summary()) as (client, _):
         chat = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True)
         completion = await client.completions.create(model="tiny", prompt="hi", logprobs=0)
-    content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
-    assert content is not None and chat.choices[0].message.content == "🌍"
+    content = content_of(chat.choices[0].logprobs)
+    assert chat.choices[0].message.content == "🌍"
     assert bytes(byte for each in content for byte in each.bytes or []).decode() == "🌍"
     told = completion.choices[0].logprobs
     assert told is not None and told.tokens == [r"bytes:\xf0\x9f", r"bytes:\x8c\x8d"]

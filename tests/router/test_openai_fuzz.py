@@ -64,7 +64,7 @@ def test_what_the_document_allows_and_what_not(address: str, mode: schemathesis.
 
     @settings(quick, max_examples=40)  # each takes its time to be made
     @given(st.one_of([operation.as_strategy(generation_mode=mode) for operation in operations]))
-    def ask(case: schemathesis.Case) -> None:
+    def ask(case: schemathesis.Case[Any]) -> None:
         response = case.call(base_url=f"http://{address}", timeout=10)
         seen.add(response.status_code)
         assert response.status_code < 500 or response.status_code == 504, response.text  # their own deadline
