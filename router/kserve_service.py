@@ -15,10 +15,10 @@ from protos import kserve_pb2_grpc
 from protos.calls import Context
 from protos.errors import Internal, ServiceError
 from protos.values import FINISH_REASONS
+from router.answering import Answering
 from router.card import ModelCard
 from router.kserve_messages import VERSION, Ask, check_version, metadata, put_in_kserve_words, read_request
 from router.kserve_tensors import Output, add_output
-from router.openai_server import Answering
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from router.answering import Messages
 
-async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[tuple[int, bytes], None]:
+
+async def merged(streams: Sequence[Messages]) -> AsyncGenerator[tuple[int, bytes], None]:
     """Messages with the index of their stream. No stream is more than one message ahead of the reader.
 
     The first failure ends all; closing it closes them.
@@ -33,7 +35,7 @@ async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerat
             await stream.aclose()
 
 
-def _read(stream: AsyncGenerator[bytes, None]) -> asyncio.Task[bytes | None]:
+def _read(stream: Messages) -> asyncio.Task[bytes | None]:
     """The next message; None at the end."""
 
     async def read() -> bytes | None:

@@ -7,10 +7,10 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,8 +20,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from protos import caller
-from protos import inference_pb2 as pb
 from protos.errors import ServiceError, Unavailable
+from router.answering import Answering, Messages
 from router.card import ModelCard
 from router.http_call import Call, as_json, event
 from router.merge import merged
@@ -38,19 +38,6 @@ _MAX_ID_CHARACTERS = 120
 _LAST_WORD_S = 1.0  # for telling a client that the router stops
 
 Handler: TypeAlias = Callable[[Call], Awaitable[None]]
-Messages: TypeAlias = AsyncGenerator[bytes, None]
-
-
-class Answering(Protocol):
-    """What is asked of `router.service.InferenceService`."""
-
-    is_draining: bool
-
-    def generate(self, message: pb.GenerateRequest, remaining_s: float | None) -> Messages: ...
-
-    def chat(self, message: pb.ChatRequest, remaining_s: float | None) -> Messages: ...
-
-    def model(self) -> pb.Model: ...
 
 
 class OpenAIDoor:
