@@ -103,7 +103,10 @@ def event(content: object) -> bytes:
 
 
 def as_json(content: object) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _encoder.encode(content).encode()
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def _too_large() -> Problem:
