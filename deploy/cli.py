@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import options, security_options
+from deploy import door_options, options, security_options
 from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.placement_options import placement_options, take_policy
@@ -73,16 +73,18 @@ def cli(debug: bool) -> None:
 @options.model_option
 @click.option("--once", is_flag=True, help="Answer one prompt and end.")
 @click.option("--prompt", default="What is the capital of France?", show_default=True, help="The prompt for --once.")
+@door_options.http_port_option("off")
 @options.threads_option
 @options.max_context_option
 @options.device_option
 @click.pass_context
-def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_threads: int | None, **_: Any) -> None:
+def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) -> None:
     """Talk to a small chat model on this machine."""
     from deploy.demo import run_demo
     from deploy.local import ClusterConfig
 
-    config = ClusterConfig(model=model, num_threads=num_threads, worker_arguments=options.of_worker(context))
+    shared = {name: settings[name] for name in ("model", "http_port", "num_threads")}
+    config = ClusterConfig(**shared, worker_arguments=options.of_worker(context))
     if run_demo(config, prompt if once else None, out, err):
         raise click.exceptions.Exit(1)
 
@@ -96,6 +98,8 @@ def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_thr
 @click.option("--colocated", "num_colocated", type=options.COUNT, default=0, help="Workers that do both.")
 @options.host_option
 @options.port_option
+@door_options.http_port_option()
+@door_options.kserve_option
 @options.threads_option
 @options.worker_options
 @options.drain_option
@@ -141,6 +145,8 @@ def worker(log_level: str, log_format: str, **settings: Any) -> None:
 @options.model_option
 @options.host_option
 @options.port_option
+@door_options.http_port_option()
+@door_options.kserve_option
 @options.metrics_option
 @options.drain_option
 @placement_options

@@ -44,6 +44,7 @@ class ClusterConfig:
     num_colocated: int = 0
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0: any that is free
+    http_port: int | None = None  # of its OpenAI interface, likewise; None: none
     num_threads: int | None = None
     router_arguments: Sequence[str] = ()
     worker_arguments: Sequence[str] = ()
@@ -78,6 +79,7 @@ class LocalCluster:
     def __init__(self, config: ClusterConfig, progress: Progress | None = None) -> None:
         self.config = config
         self.router_address = f"{config.host}:{_free_port(config.host, config.port)}"
+        self._http_port = None if config.http_port is None else _free_port(config.host, config.http_port, "--http-port")
         self._progress = progress or Silent()
         self._folder = LogFolder()
         self._processes: dict[str, ChildProcess] = {}
@@ -120,6 +122,11 @@ class LocalCluster:
         finally:
             self.kill_all()
             self._folder.remove()
+
+    @property
+    def http_address(self) -> str:
+        """Empty if HTTP is not served."""
+        return "" if self._http_port is None else f"{self.config.host}:{self._http_port}"
 
     @property
     def log_folder(self) -> Path:
@@ -215,10 +222,9 @@ class LocalCluster:
 
     def _router_command(self) -> Command:
         host, _, port = self.router_address.rpartition(":")
-        config = self.config
-        return self._command(
-            ROUTER, "router", "--model", config.model, "--host", host, "--port", port, *config.router_arguments
-        )
+        http_port = "off" if self._http_port is None else str(self._http_port)
+        listening = ("--host", host, "--port", port, "--http-port", http_port)
+        return self._command(ROUTER, "router", "--model", self.config.model, *listening, *self.config.router_arguments)
 
     def _worker_command(self, worker_id: str, role: str) -> Command:
         own = ("--worker-id", worker_id, "--role", role, "--router", self.router_address, "--host", self.config.host)
@@ -274,7 +280,7 @@ class LocalCluster:
         return f"Draining: {num_requests} request{'s' * (num_requests != 1)} running (Ctrl-C again stops at once)"
 
 
-def _free_port(host: str, port: int) -> int:
+def _free_port(host: str, port: int, option: str = "--port") -> int:
     """The port, if it is free, or for 0 any that is: it has to be known early, and kept when the router restarts.
 
     Asked before anything is started: workers must not register with another router that happens to be there.
@@ -285,4 +291,4 @@ def _free_port(host: str, port: int) -> int:
             return free
     except OSError as error:
         why, _, _ = (error.strerror or str(error)).partition(" (while")  # what follows is the address again
-        raise OSError(f"cannot listen at {host}:{port}: {why}; choose another port, or 0 for any") from error
+        raise OSError(f"cannot listen at {host}:{port}: {why}; choose another {option}, or 0 for any") from error

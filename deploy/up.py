@@ -32,8 +32,14 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         model=settings["model"],
         host=settings["host"],
         port=settings["port"],
+        http_port=settings["http_port"],
         num_threads=settings["num_threads"],
-        router_arguments=[*drain, *of_router, *(["--keys-file", str(keys_file)] if keys_file else [])],
+        router_arguments=[
+            *drain,
+            *of_router,
+            *([] if settings["kserve"] else ["--no-kserve"]),
+            *(["--keys-file", str(keys_file)] if keys_file else []),
+        ],
         worker_arguments=[*options.of_worker(context), *drain, *of_worker],
         connect=partial(PdserveClient, tls=security.tls, secret=security.secret(), insecure=security.insecure),
         stop_grace_s=settings["drain_s"] + 10,
@@ -70,6 +76,18 @@ def how_to_call(cluster: LocalCluster) -> str:
   pdserve chat{router}
   pdserve generate "Once upon a time"{router}
   pdserve status{router}
-
+{_how_to_curl(cluster.http_address)}
 Ctrl-C stops it. What the processes say is in {cluster.log_folder}.
+"""
+
+
+def _how_to_curl(http_address: str) -> str:
+    """Nothing without HTTP."""
+    if not http_address:
+        return ""
+    question = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
+    return f"""
+Clients of OpenAI's API take http://{http_address}/v1 as their base URL:
+
+  curl http://{http_address}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'
 """

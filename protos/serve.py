@@ -91,7 +91,7 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """With the port that was taken, once started."""
-        return _join(self._host, self._port)
+        return joined_address(self._host, self._port)
 
     @property
     def num_requests(self) -> int:
@@ -190,7 +190,7 @@ def serve_metrics(host: str, port: int) -> MetricsServer:
     _check_bindable(host, port)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, which nobody asks for
     server, thread = prometheus_client.start_http_server(port, host)
-    return MetricsServer(server, thread, _join(host, server.server_port))
+    return MetricsServer(server, thread, joined_address(host, server.server_port))
 
 
 class _Registrar:
@@ -208,17 +208,27 @@ class _Registrar:
         self._server.add_handlers(service, handlers)
 
 
-def _join(host: str, port: int) -> str:
+def joined_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Port 0 takes any that is free. Raises OSError, naming the address and why."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        hint = "; choose another port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen at {joined_address(host, port)}: {error.strerror or error}{hint}") from error
+    return bound
 
 
 def _check_bindable(host: str, port: int) -> None:
     """gRPC says only that it failed, and says it to stderr; the system knows why."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        hint = "; choose another port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
-        raise OSError(f"cannot listen at {_join(host, port)}: {error.strerror or error}{hint}") from error
+    bound_socket(host, port).close()

@@ -20,6 +20,8 @@ class TextTokenizer(Spelling, Protocol):
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:

@@ -40,12 +40,17 @@ class PlacementPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """`metrics_port` None serves no metrics, 0 takes any that is free. Without `keys_file` no keys are asked for."""
+    """`metrics_port` None serves no metrics, `http_port` None no HTTP; port 0 takes any that is free.
+
+    Without `keys_file` no keys are asked for.
+    """
 
     model: str
     host: str = "127.0.0.1"
     port: int = 8500
     metrics_port: int | None = None
+    http_port: int | None = None  # of OpenAI's interface
+    kserve: bool = True  # KServe's v2 gRPC, at `port` too
     drain_s: float = 30.0  # what is running may go on for so long when the router stops
     max_prompt_bytes: int = 4 * 2**20
     relay: RelayPolicy = RelayPolicy()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import random
+import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +20,17 @@ from model.config import ModelConfig
 from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
-from protos import workers_pb2_grpc
+from protos import kserve_pb2_grpc, workers_pb2_grpc
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from router.card import ModelCard
 from router.config import RouterConfig
+from router.http_server import HttpServer
 from router.keys import KeyFile
+from router.kserve_service import KServeService
 from router.links import Links
 from router.metrics import WorkersCollector
+from router.openai_server import OpenAIDoor
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
 from router.relay import Relay
@@ -64,7 +68,8 @@ async def serve_router(config: RouterConfig) -> None:
     async with Router(config, card) as router:
         gc.collect()
         gc.freeze()  # what is here now stays: to look at it again and again would stop every stream each time
-        logger.info("serving %s at %s", card.name, router.address)
+        http = f" and http://{router.http_address}" if router.http_address else ""
+        logger.info("serving %s at %s%s", card.name, router.address, http)
         await drain_on_signal(router.drain)
 
 
@@ -75,7 +80,8 @@ class Router:
         self._config = config
         secret = config.security.secret()
         self._links = Links(config.security.credentials(secret))
-        self.guard = Guard(secret, KeyFile(config.keys_file) if config.keys_file else None)  # of every door
+        keys = KeyFile(config.keys_file) if config.keys_file else None  # of every door
+        self.guard = Guard(secret, keys)
         self.table = WorkerTable(card.tokenizer_digest)
         relay = Relay(self.table, self._links, config.relay, rng, config.placement)
         self.inference = InferenceService(card, self.table, relay, config.max_prompt_bytes)
@@ -85,6 +91,11 @@ class Router:
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
         self._pools = PoolsService(self.table, card.name, self.inference)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
+        self._kserve = KServeService(self.inference, card, self._is_ready)
+        if config.kserve:
+            self._server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, self._kserve)
+        openai = OpenAIDoor(self.inference, card, self._is_ready, keys)
+        self._http = None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port)
         self._stack = AsyncExitStack()
 
     @property
@@ -96,12 +107,20 @@ class Router:
         """Empty if metrics are not served."""
         return self._pools.metrics_address
 
+    @property
+    def http_address(self) -> str:
+        """Empty if HTTP is not served."""
+        return "" if self._http is None else self._http.address
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._links.close)
             self._watch(stack)
             await self._server.start()
             stack.push_async_callback(self._server.stop)
+            if self._http is not None:
+                await self._http.start()
+                stack.push_async_callback(self._http.stop)
             watching = asyncio.create_task(self._look_after())
             stack.push_async_callback(_ended, watching)
             self._stack = stack.pop_all()
@@ -116,7 +135,18 @@ class Router:
         """Refuses new requests and lets those in flight finish, for up to `drain_s`. Workers stay registered."""
         self.inference.is_draining = True
         logger.info("draining: %d requests are in flight", self.inference.num_in_flight)
-        await self._server.stop(self._config.drain_s)
+        async with asyncio.TaskGroup() as stopping:
+            stopping.create_task(self._stop_grpc(self._config.drain_s))
+            if self._http is not None:
+                stopping.create_task(self._http.stop(self._config.drain_s))
+
+    async def _stop_grpc(self, grace_s: float) -> None:
+        """The requests in KServe's streams are no calls of their own, which the server would wait for."""
+        end_at = time.monotonic() + grace_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._kserve.drained()
+        await self._server.stop(max(0.0, end_at - time.monotonic()))
 
     def _watch(self, stack: AsyncExitStack) -> None:
         collector = WorkersCollector(self.table)
@@ -128,10 +158,13 @@ class Router:
             stack.callback(server.close)
             self._pools.metrics_address = server.address
 
+    def _is_ready(self) -> bool:
+        return can_serve(self.table.snapshot())
+
     async def _look_after(self) -> None:
         """Inference is SERVING while a request could be placed; requests on workers that fell silent go elsewhere."""
         while True:
-            await self._server.set_serving(SERVICE, can_serve(self.table.snapshot()))
+            await self._server.set_serving(SERVICE, self._is_ready())
             for worker_id in self.table.silent():
                 await self._links.give_up(worker_id)
             await self.table.wait_changed(_LOOK_S)

@@ -102,6 +102,10 @@ class InferenceService:
 
     async def GetModel(self, message: pb.GetModelRequest, context: Context) -> pb.Model:
         check_model(message.model if message.HasField("model") else None, self._card)
+        return self.model()
+
+    def model(self) -> pb.Model:
+        """What is served, for every door."""
         return model_message(self._card, self._table.layout, self._context_limit().num_tokens)
 
     async def _answer(

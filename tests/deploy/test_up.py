@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -46,7 +47,7 @@ class Up:
 @contextmanager
 def started_up(tiny_model: Path) -> Iterator[Up]:
     """Killed at the end, if it still runs."""
-    command = [*PDSERVE, "up", "--model", str(tiny_model), "--port", "0", *TIMED]
+    command = [*PDSERVE, "up", "--model", str(tiny_model), "--port", "0", "--http-port", "0", *TIMED]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -63,11 +64,13 @@ def started_up(tiny_model: Path) -> Iterator[Up]:
 
 def _when_it_serves(process: subprocess.Popen[str]) -> Up:
     assert process.stderr is not None
-    said = ""
+    said, address = "", ""
     while line := process.stderr.readline():
         said += line
         if found := re.search(r"is served at (\S+)\. ", line):
-            return Up(process, found[1], said)
+            address = found[1]
+        if line.startswith("Ctrl-C stops it"):  # the last one
+            return Up(process, address, said)
     raise AssertionError(f"it ended with {process.wait()} and said {said}")
 
 
@@ -95,6 +98,23 @@ def test_up_says_what_became_ready_and_how_to_call_it(up: Up) -> None:
     assert ready[0] == ["router", "ready"]
     assert sorted(ready[1:]) == [["decode-0", "ready"], ["prefill-0", "ready"]]
     assert len(up.child_ids) == 3
+
+
+def test_the_curl_line_that_up_prints_works(up: Up) -> None:
+    """Pasted as it is into a shell."""
+    line = next(line for line in up.said.splitlines() if line.strip().startswith("curl "))
+    run = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    answer = json.loads(run.stdout)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"]["completion_tokens"] >= 1
+
+
+def test_http_port_in_use(up: Up, tiny_model: Path) -> None:
+    port = re.search(r"take http://127.0.0.1:(\d+)/v1", up.said)
+    assert port
+    run = pdserve("up", "--model", str(tiny_model), "--port", "0", "--http-port", port[1], *TIMED)
+    assert run.returncode == 1
+    assert f"cannot listen at 127.0.0.1:{port[1]}: Address already in use; choose another --http-port" in run.stderr
 
 
 def test_generate_streams_text_then_tells_what_it_took(up: Up) -> None:

@@ -13,6 +13,7 @@ import grpc.aio
 from model.chat_template import ChatMessage, ChatRejected
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, workers_pb2
 from protos import workers_pb2_grpc as workers_grpc
+from protos.caller import Authenticator
 from protos.channel import open_channel
 from protos.serve import GrpcServer
 from router.card import ModelCard
@@ -48,6 +49,9 @@ class FakeTokenizer:
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [f"t{token_id}" for token_id in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id == EOS else f"<{token_id}>".encode()
 
 
 CARD = ModelCard("tiny", "TinyForCausalLM", MAX_CONTEXT, VOCAB_SIZE, (EOS,), FakeTokenizer(), "digest-1")
@@ -257,9 +261,16 @@ class FakeFleet:
 
 @asynccontextmanager
 async def running_fleet(
-    num_prefill: int = 0, num_decode: int = 0, num_both: int = 0, policy: RelayPolicy = POLICY
+    num_prefill: int = 0,
+    num_decode: int = 0,
+    num_both: int = 0,
+    policy: RelayPolicy = POLICY,
+    authenticator: Authenticator | None = None,
+    **settings: Any,
 ) -> AsyncIterator[FakeFleet]:
-    async with Router(RouterConfig("tiny", port=0, drain_s=1.0, max_prompt_bytes=1000, relay=policy), CARD) as router:
+    """`settings` are other fields of the router's configuration."""
+    config = RouterConfig("tiny", port=0, drain_s=1.0, max_prompt_bytes=1000, relay=policy, **settings)
+    async with Router(config, CARD, authenticator=authenticator) as router:
         fleet = FakeFleet(router)
         try:
             for index in range(num_prefill):

@@ -1,0 +1,33 @@
+"""The flags of the router's doors beside pdserve.v1, each described once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from deploy.options import F, setting
+
+
+def _http_port(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    """None: no HTTP."""
+    if value == "off":
+        return None
+    if not (value.isascii() and value.isdecimal()) or int(value) > 65535:
+        raise click.BadParameter(f"{value!r} is neither off nor a port from 0 to 65535")
+    return int(value)
+
+
+def http_port_option(default: str = "8080") -> Callable[[F], F]:
+    return setting(
+        "--http-port",
+        metavar="PORT|off",
+        callback=_http_port,
+        default=default,
+        help="Port of the OpenAI-compatible HTTP interface; 0 takes any that is free.",
+    )
+
+
+kserve_option = setting(
+    "--kserve/--no-kserve", default=True, help="Serve KServe's v2 gRPC too, at the router's own port."
+)
