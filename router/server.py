@@ -23,6 +23,7 @@ from model.tokenizer import Tokenizer
 from protos import kserve_pb2_grpc, workers_pb2_grpc
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
+from protos.tls import server_context
 from router.card import ModelCard
 from router.config import RouterConfig
 from router.http_server import HttpServer
@@ -68,7 +69,8 @@ async def serve_router(config: RouterConfig) -> None:
     async with Router(config, card) as router:
         gc.collect()
         gc.freeze()  # what is here now stays: to look at it again and again would stop every stream each time
-        http = f" and http://{router.http_address}" if router.http_address else ""
+        scheme = "http" if config.security.tls is None else "https"
+        http = f" and {scheme}://{router.http_address}" if router.http_address else ""
         logger.info("serving %s at %s%s", card.name, router.address, http)
         await drain_on_signal(router.drain)
 
@@ -95,7 +97,10 @@ class Router:
         if config.kserve:
             self._server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, self._kserve)
         openai = OpenAIDoor(self.inference, card, self._is_ready, keys)
-        self._http = None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port)
+        context = server_context(tls) if tls is not None and config.http_port is not None else None
+        self._http = (
+            None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port, context)
+        )
         self._stack = AsyncExitStack()
 
     @property

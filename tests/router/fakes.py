@@ -41,10 +41,6 @@ class FakeTokenizer:
             raise ChatRejected("the chat template rejects the messages: the user speaks first")
         return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Half a character: an even token and an odd one behind it are a whole one."""
-        return "é".encode()[token_id % 2 : token_id % 2 + 1]
-
     num_leading_spaces = 0
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
