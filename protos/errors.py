@@ -1,7 +1,7 @@
 """Every error that crosses a process, and its form as a gRPC status with google.rpc details. By who must act:
 
 caller    InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, DeadlineExceeded, Cancelled, Unimplemented
-capacity  ResourceExhausted; Unavailable: NoWorker
+capacity  ResourceExhausted: Overloaded, LimitExceeded; Unavailable: NoWorker
 peer      Unavailable: WorkerLost, AttemptsExhausted; Aborted (packages add their own, each with a reason of its own)
 ours      Internal
 """
@@ -91,6 +91,19 @@ class ResourceExhausted(ServiceError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "RESOURCE_EXHAUSTED"
     retryable = True
+
+
+class Overloaded(ResourceExhausted):
+    """More is asked for than the workers can do in time: refused before any of it was done. `retry_after_s` says when
+    there may be room."""
+
+    reason = "OVERLOADED"
+
+
+class LimitExceeded(ResourceExhausted):
+    """The caller's key allows no more now; the message names the limit."""
+
+    reason = "LIMIT_EXCEEDED"
 
 
 class Unavailable(ServiceError):

@@ -5,7 +5,7 @@ same to ask whether a few requests run there or thousands.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 class Dispatch:
     """The load that one attempt puts on its workers, from placement until `end`.
 
-    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere.
+    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere. `eased` is called
+    when some of the load has ended.
     """
 
     at: float
@@ -23,6 +24,7 @@ class Dispatch:
     decode: Dispatches | None
     is_prefilled: bool = False
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    eased: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         for dispatches in self._places():
@@ -34,11 +36,13 @@ class Dispatch:
             self.is_prefilled = True
             for dispatches in self._places():
                 dispatches.prefilled(self)
+            self.eased()
 
     def end(self) -> None:
         self.prefilled()  # or never will be
         for dispatches in self._places():
             dispatches.end(self)
+        self.eased()
 
     def _places(self) -> list[Dispatches]:
         return [dispatches for dispatches in (self.prefill, self.decode) if dispatches is not None]

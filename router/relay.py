@@ -16,22 +16,25 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from protos import inference_pb2 as pb
-from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, InvalidArgument, NoWorker
+from protos.errors import Internal
 from router import metrics
+from router.admission import Admitted, Gate
 from router.attempt import Attempt, AttemptFailed, ended_early
 from router.config import RelayPolicy
 from router.dispatch import Dispatch
 from router.links import Links
 from router.messages import emitted_tokens
 from router.move import Move, moved
-from router.placement import Demand, Placement, WorkerId, place
+from router.placement import Demand, Placement, WorkerId
+from router.placer import Placer, Wanted
+from router.rate_limits import Allowance
+from router.retries import Retries
 from router.timeline import RequestClock, Served, joined, timeline, usage
 from router.validation import Request
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
-_MAX_DELAY_S = 1.0
 _MOVE_S = 1.0  # between a worker's end of a stream and its word that the sequence is elsewhere
 
 
@@ -42,6 +45,7 @@ class Progress:
     request: Request
     clock: RequestClock
     deadline_at: float | None
+    allowance: Allowance | None  # learns what was used of it
     emitted: list[int] = field(default_factory=list)  # as of the last failure
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
     last: pb.GenerateResponse | None = None  # the message that ended the answer
@@ -50,6 +54,8 @@ class Progress:
     num_resumes: int = 0
     num_moves: int = 0
     move: Move | None = None  # made, and not yet followed
+    admitted: Admitted | None = None
+    dispatch: Dispatch | None = None  # of a placement, until its attempt runs
     done_before: pb.DecodeStats | None = None  # on workers that the sequence was moved away from
 
     @property
@@ -96,17 +102,23 @@ class Progress:
 
 
 class Relay:
-    def __init__(self, table: WorkerTable, links: Links, policy: RelayPolicy, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, table: WorkerTable, links: Links, gate: Gate, policy: RelayPolicy, rng: random.Random | None = None
+    ) -> None:
         self._table = table
         self._links = links
-        self._policy = policy
+        self._gate = gate
         self._rng = rng or random.Random()
+        self._retries = Retries(policy, self._rng)
+        self.breakers = self._retries.breakers
+        self._placer = Placer(table, gate, self.breakers, policy.wait_for_worker_s, self._rng)
 
     async def messages(
-        self, request: Request, clock: RequestClock, deadline_at: float | None
+        self, request: Request, clock: RequestClock, deadline_at: float | None, allowance: Allowance | None = None
     ) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
-        progress, attempt = Progress(request, clock, deadline_at), None
+        progress, attempt = Progress(request, clock, deadline_at, allowance), None
+        self._retries.begin()
         try:
             while progress.last is None:
                 attempt = await self._next_attempt(progress, attempt)
@@ -119,9 +131,10 @@ class Relay:
                     if progress.last is None:
                         await self._prepare_next(progress, attempt, failure)
         finally:
-            if progress.move is not None:  # made, and never followed
-                progress.move.dispatch.end()
+            self._ended(progress)
         assert attempt is not None
+        for worker in attempt.placement.workers:
+            self.breakers.succeeded(worker.id, time.monotonic())
         summary = _summary(progress, progress.last, attempt)
         metrics.observe(summary)
         yield summary.SerializeToString()
@@ -156,18 +169,27 @@ class Relay:
         )
 
     async def _place(self, progress: Progress) -> Placement:
-        """Waits a little for a worker to come (back), if none fits now."""
-        give_up_at = time.monotonic() + self._policy.wait_for_worker_s
-        while True:
-            try:
-                return place(self._table.snapshot(), self._demand(progress), progress.avoid, self._rng)
-            except NoWorker:
-                remaining_s = give_up_at - time.monotonic()
-                if progress.remaining_s is not None:
-                    remaining_s = min(remaining_s, progress.remaining_s)
-                if remaining_s <= 0:
-                    raise
-                await self._table.wait_changed(remaining_s)
+        """Its load is counted from here on, as `progress.dispatch`."""
+        num_tokens, avoid = len(progress.token_ids), frozenset(progress.avoid)
+        wanted = Wanted(num_tokens, lambda: self._demand(progress), avoid, progress.deadline_at)
+        if progress.admitted is None:
+            tenant = "" if progress.allowance is None else progress.allowance.tenant
+            progress.admitted = admitted = await self._placer.admit(wanted, progress.request, tenant)
+            progress.clock.waited(admitted.wait_s)
+            progress.dispatch = admitted.dispatch
+            return admitted.placement
+        placement, progress.dispatch = await self._placer.place_again(wanted)
+        return placement
+
+    def _ended(self, progress: Progress) -> None:
+        self._retries.end()
+        if progress.dispatch is not None or progress.move is not None:  # made, and never followed
+            self._dispatch(progress).end()
+        if progress.admitted is not None:
+            num_prompt_tokens, num_output_tokens = len(progress.request.token_ids), progress.num_relayed
+            self._gate.answered(progress.admitted, num_prompt_tokens, num_output_tokens)
+            if progress.allowance is not None:
+                progress.allowance.used(num_prompt_tokens + num_output_tokens)
 
     def _demand(self, progress: Progress) -> Demand:
         num_prompt_tokens, max_tokens = len(progress.request.token_ids), progress.request.sampling.max_tokens
@@ -182,7 +204,7 @@ class Relay:
 
     async def _run(self, attempt: Attempt, progress: Progress) -> AsyncGenerator[bytes, None]:
         """One attempt, its load counted while it lasts. It may end in a move, which is the next attempt's to follow."""
-        dispatch = self._dispatch(attempt, progress)
+        dispatch = self._dispatch(progress)
         moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._table, self._rng))
         try:
             async with aclosing(attempt.messages()) as messages:
@@ -204,24 +226,17 @@ class Relay:
             dispatch.end()
             await _not_followed(moving, progress.move)
 
-    def _dispatch(self, attempt: Attempt, progress: Progress) -> Dispatch:
+    def _dispatch(self, progress: Progress) -> Dispatch:
+        """Hands over who has to end it."""
         if progress.move is not None:
             move, progress.move = progress.move, None
             return move.dispatch
-        num_tokens = len(attempt.token_ids)
-        return self._table.dispatch(attempt.placement, num_tokens, self._num_blocks(num_tokens))
+        dispatch, progress.dispatch = progress.dispatch, None
+        assert dispatch is not None
+        return dispatch
 
     async def _prepare_next(self, progress: Progress, attempt: Attempt, failure: AttemptFailed) -> None:
-        """Decides whether there is a next attempt, avoids who failed this one, and waits a moment.
-
-        Of what a worker says, only INVALID_ARGUMENT is the client's doing: everything else may go well elsewhere.
-        """
-        error = failure.error
-        metrics.LEG_FAILURES.labels(error.reason).inc()
-        if isinstance(error, InvalidArgument):
-            raise error
-        if progress.remaining_s is not None and progress.remaining_s <= 0:
-            raise DeadlineExceeded(f"the deadline passed after {len(progress.emitted)} tokens")
+        """Avoids who failed, and waits a moment. Raises what the client is told if there is no next attempt."""
         if failure.is_connection:
             self._table.unreachable(failure.worker_id)
             progress.avoid.add(failure.worker_id)
@@ -229,8 +244,7 @@ class Relay:
             involved = attempt.placement.workers[-1:] if attempt.arrives else attempt.placement.workers
             progress.avoid |= {worker.id for worker in involved}
         num_failures = progress.num_retries + progress.num_resumes + 1
-        if num_failures >= self._policy.max_attempts:
-            raise AttemptsExhausted(f"{num_failures} attempts failed; the last one: {error}")
+        delay_s = self._retries.delay_s(failure, num_failures, len(progress.emitted), progress.remaining_s)
         progress.done_before = None  # statistics are those of what follows
         if progress.emitted:
             progress.num_resumes += 1
@@ -238,9 +252,8 @@ class Relay:
         else:
             progress.num_retries += 1
             metrics.RETRIES.inc()
-        logger.warning("request %s: %s; placing it again", progress.request.request_id, error)
-        delay_s = min(_MAX_DELAY_S, self._policy.retry_delay_s * 2 ** (num_failures - 1)) * self._rng.uniform(0.5, 1)
-        await asyncio.sleep(max(delay_s, error.retry_after_s or 0.0))
+        logger.warning("request %s: %s; placing it again", progress.request.request_id, failure.error)
+        await asyncio.sleep(delay_s)
 
     def _num_blocks(self, num_tokens: int) -> int:
         """With room for the answer to begin."""

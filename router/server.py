@@ -20,12 +20,14 @@ from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import workers_pb2_grpc
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
+from router.admission import Gate
 from router.card import ModelCard
 from router.config import RouterConfig
 from router.links import Links
-from router.metrics import WorkersCollector
+from router.metrics import QueueCollector, WorkersCollector
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
+from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.workers import WorkerTable
@@ -70,8 +72,12 @@ class Router:
         self._config = config
         self._links = Links()
         self.table = WorkerTable(card.tokenizer_digest)
-        relay = Relay(self.table, self._links, config.relay, rng)
-        self.inference = InferenceService(card, self.table, relay, config.max_prompt_bytes)
+        self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
+        self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
+        self._relay = Relay(self.table, self._links, self._gate, config.relay, rng)
+        self.inference = InferenceService(
+            card, self.table, self._relay, self._gate, RateLimits(), config.max_prompt_bytes
+        )
         self._server = GrpcServer(config.host, config.port)
         self._server.add_handlers(SERVICE, self.inference.handlers())
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
@@ -91,6 +97,7 @@ class Router:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._links.close)
+            stack.callback(self._gate.close)
             self._watch(stack)
             await self._server.start()
             stack.push_async_callback(self._server.stop)
@@ -111,9 +118,9 @@ class Router:
         await self._server.stop(self._config.drain_s)
 
     def _watch(self, stack: AsyncExitStack) -> None:
-        collector = WorkersCollector(self.table)
-        prometheus_client.REGISTRY.register(collector)
-        stack.callback(prometheus_client.REGISTRY.unregister, collector)
+        for collector in (WorkersCollector(self.table, self._relay.breakers), QueueCollector(self._gate.counts)):
+            prometheus_client.REGISTRY.register(collector)
+            stack.callback(prometheus_client.REGISTRY.unregister, collector)
         if self._config.metrics_port is not None:
             server = serve_metrics(self._config.host, self._config.metrics_port)
             stack.callback(server.close)

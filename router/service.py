@@ -13,11 +13,15 @@ import grpc
 
 from model.chat_template import ChatRejected, NoChatTemplate
 from protos import inference_pb2 as pb
+from protos.caller import Caller, current_caller
 from protos.calls import Context
 from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from router import metrics
+from router.admission import Gate
 from router.card import ModelCard
 from router.messages import model_message
+from router.placer import DEFAULT_PRIORITY
+from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.timeline import RequestClock
 from router.validation import (
@@ -41,8 +45,12 @@ SERVICE = "pdserve.v1.Inference"
 class InferenceService:
     """Answers of Generate and Chat are bytes of GenerateResponse: most of them are the workers' own."""
 
-    def __init__(self, card: ModelCard, table: WorkerTable, relay: Relay, max_prompt_bytes: int) -> None:
+    def __init__(
+        self, card: ModelCard, table: WorkerTable, relay: Relay, gate: Gate, limits: RateLimits, max_prompt_bytes: int
+    ) -> None:
         self._card = card
+        self._gate = gate
+        self._limits = limits
         self._table = table
         self._relay = relay
         self._max_prompt_bytes = max_prompt_bytes
@@ -52,6 +60,11 @@ class InferenceService:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of those in flight, how many wait to be placed."""
+        return self._gate.num_waiting
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
         """By name, for `protos.serve.GrpcServer.add_handlers`."""
@@ -74,11 +87,14 @@ class InferenceService:
         return self._answer(
             lambda: check_generate(message, self._card, self._limit(), self._max_prompt_bytes, secrets.token_hex(8)),
             remaining_s,
+            current_caller.get(),
         )
 
     def chat(self, message: pb.ChatRequest, remaining_s: float | None) -> AsyncGenerator[bytes, None]:
         return self._answer(
-            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)), remaining_s
+            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)),
+            remaining_s,
+            current_caller.get(),
         )
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -97,7 +113,7 @@ class InferenceService:
         return model_message(self._card, self._table.layout, self._context_limit().num_tokens)
 
     async def _answer(
-        self, check: Callable[[], UnresolvedRequest], remaining_s: float | None
+        self, check: Callable[[], UnresolvedRequest], remaining_s: float | None, caller: Caller
     ) -> AsyncGenerator[bytes, None]:
         clock = RequestClock()
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
@@ -106,11 +122,13 @@ class InferenceService:
                 raise Unavailable("the router is about to stop; ask another one, or again later")
             check_deadline(remaining_s)
             unresolved = check()
-            with self._claimed(unresolved.request_id):
+            with self._claimed(unresolved.request_id), self._limits.claimed(caller) as allowance:
+                self._gate.refuse_if_full(caller.tenant, getattr(unresolved, "priority", DEFAULT_PRIORITY))
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
-                async with aclosing(self._relay.messages(request, clock, deadline_at)) as messages:
+                allowance.take_tokens(len(request.token_ids), request.sampling.max_tokens)
+                async with aclosing(self._relay.messages(request, clock, deadline_at, allowance)) as messages:
                     async for raw in messages:
                         yield raw
 

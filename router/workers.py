@@ -69,13 +69,19 @@ class Worker:
 
 
 class WorkerTable:
-    """`tokenizer_digest`, if given, is what every worker's must be."""
+    """`tokenizer_digest`, if given, is what every worker's must be.
+
+    `on_eased` is called when a worker may have got less to do, `on_changed` when one came, went, or changed its role or
+    state.
+    """
 
     def __init__(self, tokenizer_digest: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer_digest = tokenizer_digest
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._changed = asyncio.Event()
+        self.on_eased: Callable[[], None] = lambda: None
+        self.on_changed: Callable[[], None] = lambda: None
 
     def register(self, profile: WorkerProfile, load: WorkerLoad) -> Worker:
         """Takes a worker in; one that is registered under its name is replaced.
@@ -114,6 +120,7 @@ class WorkerTable:
             self._tell_dispatches(worker)
         if self._is_ready(worker) != was_ready:
             self._notify()
+        self.on_eased()
 
     def lost(self, worker: Worker) -> None:
         """Its stream has ended."""
@@ -169,6 +176,7 @@ class WorkerTable:
             num_blocks,
             prefill=None if prefill is None else prefill.dispatches,
             decode=None if decode is None else decode.dispatches,
+            eased=self.on_eased,
         )
         dispatch.begin()
         if decode is not None and _is_leaving(decode):
@@ -247,6 +255,7 @@ class WorkerTable:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_changed()
 
     def _is_forgotten(self, worker: Worker) -> bool:
         was_lost = worker.load.state is WorkerState.LOST and self.age_s(worker) > _REMEMBER_LOST_S
