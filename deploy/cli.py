@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import options
+from deploy import options, router_options
 from deploy.logs import configure_logging
 from deploy.process import follow_parent
 
@@ -94,6 +94,7 @@ def demo(context: click.Context, /, model: str, once: bool, prompt: str, num_thr
 @options.port_option
 @options.threads_option
 @options.worker_options
+@router_options.admission_options
 @options.drain_option
 @click.pass_context
 def up(context: click.Context, /, **settings: Any) -> None:
@@ -131,16 +132,22 @@ def worker(log_level: str, **settings: Any) -> None:
 @options.host_option
 @options.port_option
 @options.metrics_option
+@router_options.admission_options
 @options.drain_option
 @options.log_option
-def router(log_level: str, **settings: Any) -> None:
+def router(
+    log_level: str, max_queued: int, max_queue_s: float, max_decoding: int, max_prefilling: int, **settings: Any
+) -> None:
     """Run the router in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
     configure_logging("router", log_level)
-    from router.config import RouterConfig
+    from router.config import AdmissionPolicy, RouterConfig
     from router.server import serve_router
 
-    asyncio.run(serve_router(RouterConfig(**settings)))
+    admission = AdmissionPolicy(
+        max_queued=max_queued, max_queue_s=max_queue_s, max_decoding=max_decoding, max_prefilling=max_prefilling
+    )
+    asyncio.run(serve_router(RouterConfig(admission=admission, **settings)))
 
 
 @cli.command()

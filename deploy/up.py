@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from deploy import options
+from deploy import options, router_options
 from deploy.local import ClusterConfig, LocalCluster
 from deploy.progress import ConsoleProgress
 from deploy.signals import ended_by_signals
@@ -26,7 +26,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         host=settings["host"],
         port=settings["port"],
         num_threads=settings["num_threads"],
-        router_arguments=drain,
+        router_arguments=[*router_options.of_router(context), *drain],
         worker_arguments=[*options.of_worker(context), *drain],
         stop_grace_s=settings["drain_s"] + 10,
     )

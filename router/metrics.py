@@ -94,11 +94,11 @@ class QueueCollector(Collector):
         self._counts = counts
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        counts = self._counts()
-        for index, (name, about) in enumerate(
-            (("requests", "Requests that wait to be placed."), ("tokens", "Tokens they are expected to take."))
-        ):
-            family = GaugeMetricFamily(f"pdserve_router_queued_{name}", about, labels=["priority"])
-            for priority, numbers in enumerate(counts):
-                family.add_metric([str(priority)], numbers[index])
-            yield family
+        about = "Requests that wait for a worker to have room."
+        requests = GaugeMetricFamily("pdserve_router_queued_requests", about, labels=["priority"])
+        about = "Tokens that the requests that wait are expected to take."
+        tokens = GaugeMetricFamily("pdserve_router_queued_tokens", about, labels=["priority"])
+        for priority, (num_requests, num_tokens) in enumerate(self._counts()):
+            requests.add_metric([str(priority)], num_requests)
+            tokens.add_metric([str(priority)], num_tokens)
+        return requests, tokens

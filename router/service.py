@@ -15,7 +15,7 @@ from model.chat_template import ChatRejected, NoChatTemplate
 from protos import inference_pb2 as pb
 from protos.caller import Caller, current_caller
 from protos.calls import Context
-from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
+from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, LimitExceeded, ServiceError, Unavailable
 from router import metrics
 from router.admission import Gate
 from router.card import ModelCard
@@ -176,6 +176,8 @@ def _outcome_counted() -> Iterator[None]:
         yield
     except ServiceError as error:
         outcome = error.code.name.lower()
+        if isinstance(error, LimitExceeded):
+            metrics.REFUSALS.labels("limit").inc()
         raise
     except (asyncio.CancelledError, GeneratorExit):
         outcome = "cancelled"

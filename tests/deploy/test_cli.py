@@ -209,3 +209,9 @@ def test_up_passes_on_what_it_does_not_decide_itself() -> None:
     decided = {"model", "router_address", "role", "host", "port", "worker_id", "metrics_port", "num_threads"}
     of_worker = {option.name for option in cli.commands["worker"].params}
     assert passed_on == of_worker - decided - {"drain_s", "log_level", "faults"}  # a fault plan is inherited
+
+
+def test_up_passes_on_what_the_router_admits() -> None:
+    arguments = ["--max-queued", "7", "--max-queue-s", "2.5", "--max-decoding", "9", "--max-prefilling", "1000"]
+    context = cli.commands["up"].make_context("up", arguments)
+    assert list(cluster_config(context, context.params).router_arguments[:8]) == arguments
