@@ -16,6 +16,7 @@ from tests.kvtransfer.virtual_loop import VirtualLoop
 
 START = 1000.0
 WAIT_FOR_WORKER_S = 5.0
+POLICY = AdmissionPolicy()
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Asked:
 class Crowd:
     """`workers` by name: how many places each has. Ends its loop with `close`."""
 
-    def __init__(self, policy: AdmissionPolicy = AdmissionPolicy(), **workers: int) -> None:
+    def __init__(self, policy: AdmissionPolicy = POLICY, **workers: int) -> None:
         self.loop = VirtualLoop(START)
         self.gate = Gate(policy, WAIT_FOR_WORKER_S, random.Random(0), self.loop.time)
         self.places = workers

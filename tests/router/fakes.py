@@ -16,7 +16,7 @@ from protos import workers_pb2_grpc as workers_grpc
 from protos.channel import open_channel
 from protos.serve import GrpcServer
 from router.card import ModelCard
-from router.config import RelayPolicy, RouterConfig
+from router.config import AdmissionPolicy, RelayPolicy, RouterConfig
 from router.server import Router
 
 VOCAB_SIZE = 1000
@@ -24,6 +24,7 @@ EOS = 2
 MAX_CONTEXT = 256
 BLOCK_SIZE = 4
 POLICY = RelayPolicy(max_attempts=4, retry_delay_s=0.001, wait_for_worker_s=0.2)
+ADMISSION = AdmissionPolicy()
 
 Hook = Callable[[str, int], Awaitable[None]]
 """Called with the attempt id and the number of tokens of the sequence; may raise, wait, or end the worker."""
@@ -211,6 +212,7 @@ class _FakeDecode(decode_pb2_grpc.DecodeServicer):
             await answer.aclose()  # type: ignore[attr-defined]
 
     async def HandOver(self, request: decode_pb2.HandOverRequest, context: Any) -> decode_pb2.HandOverResponse:
+        self._worker.deadlines_s.append(context.time_remaining())
         return await self._worker.depart(request)
 
 
@@ -245,9 +247,14 @@ class FakeFleet:
 
 @asynccontextmanager
 async def running_fleet(
-    num_prefill: int = 0, num_decode: int = 0, num_both: int = 0, policy: RelayPolicy = POLICY
+    num_prefill: int = 0,
+    num_decode: int = 0,
+    num_both: int = 0,
+    policy: RelayPolicy = POLICY,
+    admission: AdmissionPolicy = ADMISSION,
 ) -> AsyncIterator[FakeFleet]:
-    async with Router(RouterConfig("tiny", port=0, drain_s=1.0, max_prompt_bytes=1000, relay=policy), CARD) as router:
+    config = RouterConfig("tiny", port=0, drain_s=1.0, max_prompt_bytes=1000, relay=policy, admission=admission)
+    async with Router(config, CARD) as router:
         fleet = FakeFleet(router)
         try:
             for index in range(num_prefill):

@@ -1,4 +1,4 @@
-"""The gate: who goes at once, who waits and in which order, who is refused, and that all of it comes to its end once."""
+"""The gate: who goes at once, who waits and in which order, who is refused, and that each leaves once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos.errors import DeadlineExceeded, NoWorker, Overloaded
 from router.admission import has_room
 from router.config import AdmissionPolicy
 from router.placement import Candidate, Placement, Role, WorkerId
-from tests.router.crowd import Asked, Crowd, refusal
+from tests.router.crowd import POLICY, Asked, Crowd, refusal
 
 MakeCrowd = Callable[..., Crowd]
 
@@ -22,7 +22,7 @@ MakeCrowd = Callable[..., Crowd]
 def crowd() -> Iterator[MakeCrowd]:
     made: list[Crowd] = []
 
-    def make(policy: AdmissionPolicy = AdmissionPolicy(), **workers: int) -> Crowd:
+    def make(policy: AdmissionPolicy = POLICY, **workers: int) -> Crowd:
         made.append(Crowd(policy, **workers))
         return made[-1]
 
@@ -79,7 +79,7 @@ def test_one_that_leaves_as_its_turn_comes_takes_no_place(crowd: MakeCrowd) -> N
     running, leaving, staying = (people.ask(name) for name in "abc")
     admitted = running.task.result()
     people.loop.call_soon(admitted.dispatch.end)  # and with it, a look
-    people.loop.call_soon(people.loop.call_soon, people.loop.call_soon, leaving.task.cancel)
+    people.loop.call_soon(lambda: people.loop.call_soon(lambda: people.loop.call_soon(leaving.task.cancel)))
     people.loop.settle()
     assert people.went == ["a", "b", "c"]
     assert leaving.task.cancelled() and (leaving.num_dispatched, leaving.num_ended) == (1, 1)
