@@ -25,7 +25,9 @@ def test_operations_lists_every_metric_and_no_other() -> None:
     assert listed == exported
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/hand-over.md", "docs/life-of-a-request.md", "docs/operations.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/admission.md", "docs/hand-over.md", "docs/life-of-a-request.md", "docs/operations.md"]
+)
 def test_files_named_exist(page: str) -> None:
     named = set(re.findall(r"[`(]((?:\w+/)+\w[\w-]*\.(?:py|proto|md))[`)]", (ROOT / page).read_text()))
     assert not {name for name in named if not (ROOT / name).exists()}
