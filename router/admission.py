@@ -10,17 +10,16 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from protos.errors import DeadlineExceeded, NoWorker, Overloaded
 from router import metrics
 from router.config import AdmissionPolicy
-from router.dispatch import Dispatch
 from router.drain_rate import DrainRate
-from router.fair_queue import FairQueue, QueueLimits, Waiting
-from router.placement import Placement, WorkerId
+from router.fair_queue import FairQueue, QueueLimits
+from router.placement import WorkerId
 from router.refusals import Refusals
+from router.turns import Admitted, Ask, Turn, has_room
 
 _LOOK_S = 0.25  # between looks while something waits: what changes without an event is a worker that falls silent
 _LOOK_PAST = 8  # so many that do not fit: each look costs as many placements
@@ -29,48 +28,6 @@ _SURPRISE = 2.0  # times max_queue_s: one that was let in is kept for so long if
 _ANSWER_TOKENS = 256.0  # before any answer was seen
 _ANSWER_SHARE = 0.05  # of each answer in the mean
 _ROUNDING_S = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request as far as admission goes. `find` places it on others than those held, or raises NoWorker; `dispatch`
-    counts its load. Between the two nothing is awaited."""
-
-    tenant: str
-    priority: int
-    num_prompt_tokens: int
-    max_tokens: int
-    deadline_at: float | None
-    find: Callable[[Collection[WorkerId]], Placement]
-    dispatch: Callable[[Placement], Dispatch]
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Turn(Waiting):
-    ask: Ask
-    ended: asyncio.Future[Admitted]
-    ttft_s: float = 0.0  # as predicted when it was last looked at
-    no_worker_at: float | None = None  # since when none fits it
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """`dispatch` is the caller's to end. `wait_s`: how long it waited."""
-
-    placement: Placement
-    dispatch: Dispatch
-    wait_s: float
-    turn: Turn = field(repr=False)
-
-
-def has_room(placement: Placement, policy: AdmissionPolicy) -> bool:
-    """What placement says, and beside it a bound that needs no prediction."""
-    prefilling, decoding = placement.prefill or placement.decode, placement.decode
-    if prefilling is not None and prefilling.num_queued_tokens >= policy.max_prefilling:
-        return False
-    if decoding is not None and decoding.num_active >= policy.max_decoding:
-        return False
-    return placement.is_within_limits
 
 
 class Gate:
@@ -164,14 +121,17 @@ class Gate:
         else:
             self._try_newcomer(turn, now)
         if turn in self._queue:
-            self._refuse_hopeless(turn, now)
+            if (refusal := self._hopeless(turn, now)) is not None:
+                self._queue.remove(turn)
+                raise refusal
             self._drain.observe(now, is_waiting=True)
         self._plan_look()
 
     def _try_newcomer(self, turn: Turn, now: float) -> None:
         """Those before it were found not to fit, and nothing has changed since."""
         before = list(islice(takewhile(lambda other: other is not turn, self._queue.in_order(now)), _LOOK_PAST))
-        if len(before) < _LOOK_PAST:
+        turn.ttft_s = max((other.ttft_s for other in before), default=0.0)
+        if len(before) < _LOOK_PAST and turn.as_small(before) is None:
             self._try(turn, before, now)
 
     def _look(self) -> None:
@@ -188,7 +148,8 @@ class Gate:
             turn = next(islice(self._queue.in_order(now), len(before), None), None)
             if turn is None:
                 break
-            if not self._try(turn, before, now):
+            is_hopeless = turn.num_passed < _MAX_PASSED and turn.as_small(misfits) is not None
+            if is_hopeless or not self._try(turn, before, now):
                 misfits.add(turn)
         self._drain.observe(now, is_waiting=bool(self._queue))
         self._plan_look()
@@ -274,16 +235,15 @@ class Gate:
         patience_s = _SURPRISE * self._policy.max_queue_s
         return patience_s if turn.deadline_at is None else min(patience_s, turn.deadline_at - now)
 
-    def _refuse_hopeless(self, turn: Turn, now: float) -> None:
-        """Raises Overloaded if it would wait too long, as far as that can be told."""
+    def _hopeless(self, turn: Turn, now: float) -> Overloaded | None:
+        """What it is told if it would wait too long, as far as that can be told."""
         rate = self._drain.tokens_per_s(now, turn.num_tokens)
         if rate is None:
-            return
+            return None
         wait_s = (self._queue.tokens_before(turn, now) + turn.num_tokens) / rate
         if turn.deadline_at is not None and now + wait_s + turn.ttft_s > turn.deadline_at:
-            raise self._refusals.cannot_meet(turn.deadline_at - now, wait_s, turn.ttft_s)
-        if wait_s > self._policy.max_queue_s:
-            raise self._refusals.too_long(wait_s, self._policy.max_queue_s)
+            return self._refusals.cannot_meet(turn.deadline_at - now, wait_s, turn.ttft_s)
+        return self._refusals.too_long(wait_s, self._policy.max_queue_s) if wait_s > self._policy.max_queue_s else None
 
     def _refuse_if_full(self, tenant: str, priority: int, num_tokens: int) -> None:
         has_room = self._queue.has_room(tenant, priority, num_tokens)

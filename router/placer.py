@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from protos.errors import DeadlineExceeded, NoWorker
-from router.admission import Admitted, Ask, Gate
+from router.admission import Gate
 from router.breaker import Breakers
 from router.dispatch import Dispatch
 from router.placement import Demand, Placement, WorkerId, place
+from router.turns import Admitted, Ask
 from router.validation import Request
 from router.workers import WorkerTable
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from protos import inference_pb2 as pb
 from protos.errors import Internal
 from router import metrics
-from router.admission import Admitted, Gate
+from router.admission import Gate
 from router.attempt import Attempt, AttemptFailed, ended_early
 from router.config import RelayPolicy
 from router.dispatch import Dispatch
@@ -30,6 +30,7 @@ from router.placer import Placer, Wanted
 from router.rate_limits import Allowance
 from router.retries import Retries
 from router.timeline import RequestClock, Served, joined, timeline, usage
+from router.turns import Admitted
 from router.validation import Request
 from router.workers import WorkerTable
 

@@ -8,10 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from protos.errors import NoWorker, ServiceError
-from router.admission import Admitted, Ask, Gate
+from router.admission import Gate
 from router.config import AdmissionPolicy
 from router.dispatch import Dispatch
 from router.placement import Candidate, Placement, Role, WorkerId
+from router.turns import Admitted, Ask
 from tests.kvtransfer.virtual_loop import VirtualLoop
 
 START = 1000.0
@@ -51,6 +52,7 @@ class Crowd:
         self.places = workers
         self.taken = dict.fromkeys(workers, 0)
         self.ttft_s: float | None = None
+        self.num_found = 0  # placements that were asked for
         self.asked: list[Asked] = []
         self.went: list[str] = []  # in order
 
@@ -68,14 +70,14 @@ class Crowd:
         *,
         tenant: str = "",
         priority: int = 5,
-        tokens: int = 100,
+        tokens: int | None = None,
         within_s: float | None = None,
     ) -> Asked:
         asked = Asked(name, size)
         ask = Ask(
             tenant=tenant,
             priority=priority,
-            num_prompt_tokens=tokens - 1,
+            num_prompt_tokens=(tokens or 100 * size) - 1,
             max_tokens=1,
             deadline_at=None if within_s is None else self.loop.time() + within_s,
             find=lambda held: self._find(asked, held),
@@ -88,7 +90,7 @@ class Crowd:
     def end(self, asked: Asked) -> None:
         admitted = asked.task.result()
         self.loop.call_soon(admitted.dispatch.end)
-        self.loop.call_soon(self.gate.answered, admitted, 99, 1)
+        self.loop.call_soon(self.gate.answered, admitted, 100 * asked.size - 1, 1)
         self.loop.settle()
 
     def leave(self, asked: Asked) -> None:
@@ -118,6 +120,7 @@ class Crowd:
         )
 
     def _find(self, asked: Asked, held: Collection[WorkerId]) -> Placement:
+        self.num_found += 1
         names = [name for name in self.places if WorkerId(name, "") not in held]
         if not names:
             raise NoWorker("none has registered")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from protos.errors import DeadlineExceeded, NoWorker, Overloaded
-from router.admission import has_room
 from router.config import AdmissionPolicy
 from router.placement import Candidate, Placement, Role, WorkerId
+from router.turns import has_room
 from tests.router.crowd import POLICY, Asked, Crowd, refusal
 
 MakeCrowd = Callable[..., Crowd]
@@ -111,6 +111,18 @@ def test_small_ones_pass_a_large_one_until_workers_are_held_for_it(crowd: MakeCr
     assert len(passed) <= 8 + 8  # then one worker takes none until it is empty, and the other goes on
 
 
+def test_one_that_is_no_smaller_than_what_does_not_fit_is_not_tried(crowd: MakeCrowd) -> None:
+    """Each try is a placement among all workers."""
+    people = crowd(w=2)
+    running = people.ask("r", 2)
+    for index in range(6):
+        people.ask(f"large{index}", 2)
+    people.ask("small")
+    people.num_found = 0
+    people.end(running)
+    assert people.num_found == 3 and people.went == ["r", "large0"]  # it, the next large one, and the small one
+
+
 def test_workers_are_given_free_when_who_they_were_held_for_leaves(crowd: MakeCrowd) -> None:
     people = crowd(w=2)
     first = people.ask("r0")
@@ -155,8 +167,8 @@ def drained(people: Crowd, seconds: int) -> None:
 
 def test_deadline_that_the_queue_will_not_meet_is_refused_at_once(crowd: MakeCrowd) -> None:
     people = crowd(w=1)
-    drained(people, 20)  # 200 tokens a second; three wait
     people.ttft_s = 1.0
+    drained(people, 20)  # 200 tokens a second; three wait
     hopeless = people.ask("x", within_s=2.5, priority=4)  # (3 + itself) / 2 = 2 s, and 1 s
     error = refusal(hopeless)
     assert isinstance(error, Overloaded) and error.retryable

@@ -1,0 +1,59 @@
+"""A request before the gate: what it asks for, its turn while it waits, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from router.config import AdmissionPolicy
+from router.dispatch import Dispatch
+from router.fair_queue import Waiting
+from router.placement import Placement, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as far as admission goes. `find` places it on others than those held, or raises NoWorker; `dispatch`
+    counts its load. Between the two nothing is awaited."""
+
+    tenant: str
+    priority: int
+    num_prompt_tokens: int
+    max_tokens: int
+    deadline_at: float | None
+    find: Callable[[Collection[WorkerId]], Placement]
+    dispatch: Callable[[Placement], Dispatch]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Turn(Waiting):
+    ask: Ask
+    ended: asyncio.Future[Admitted]
+    ttft_s: float = 0.0  # as predicted when it was last looked at
+    no_worker_at: float | None = None  # since when none fits it
+
+    def as_small(self, others: Iterable[Turn]) -> Turn | None:
+        """One of the others that asks for no more than this: if there is no room for that, there is none for this."""
+        prompt, most = self.ask.num_prompt_tokens, self.ask.max_tokens
+        return next((o for o in others if o.ask.num_prompt_tokens <= prompt and o.ask.max_tokens <= most), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """`dispatch` is the caller's to end. `wait_s`: how long it waited."""
+
+    placement: Placement
+    dispatch: Dispatch
+    wait_s: float
+    turn: Turn = field(repr=False)
+
+
+def has_room(placement: Placement, policy: AdmissionPolicy) -> bool:
+    """What placement says, and beside it a bound that needs no prediction."""
+    prefilling, decoding = placement.prefill or placement.decode, placement.decode
+    if prefilling is not None and prefilling.num_queued_tokens >= policy.max_prefilling:
+        return False
+    if decoding is not None and decoding.num_active >= policy.max_decoding:
+        return False
+    return placement.is_within_limits
