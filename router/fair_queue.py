@@ -61,6 +61,7 @@ class Level(Generic[W]):
     """
 
     lines: dict[str, list[W]] = field(default_factory=dict)  # by tenant, by rank
+    num_tokens: Counter[str] = field(default_factory=Counter)  # of each line
     tags: dict[str, float] = field(default_factory=dict)
     time: float = 0.0
 
@@ -72,12 +73,14 @@ class Level(Generic[W]):
         if not line:
             self.tags[waiting.tenant] = self.start_of(waiting.tenant)
         bisect.insort(line, waiting, key=_rank)
+        self.num_tokens[waiting.tenant] += waiting.num_tokens
 
     def remove(self, waiting: W) -> None:
         line = self.lines[waiting.tenant]
         del line[bisect.bisect_left(line, waiting.rank, key=_rank)]
+        self.num_tokens[waiting.tenant] -= waiting.num_tokens
         if not line:
-            del self.lines[waiting.tenant]
+            del self.lines[waiting.tenant], self.num_tokens[waiting.tenant]
 
     def start_of(self, tenant: str) -> float:
         return max(self.time, self.tags.get(tenant, 0.0))
@@ -106,10 +109,12 @@ class Level(Generic[W]):
 
     def tokens_before(self, waiting: W) -> int:
         """What goes first of those that wait on this level, to within one request of each tenant."""
-        own = sum(other.num_tokens for other in self.lines[waiting.tenant] if other.rank < waiting.rank)
+        line = self.lines[waiting.tenant]
+        after = line[bisect.bisect_left(line, waiting.rank, key=_rank) :]  # it is mostly the last one
+        own = self.num_tokens[waiting.tenant] - sum(each.num_tokens for each in after)
         start = self.tags[waiting.tenant] + own
-        others = [(self.tags[tenant], line) for tenant, line in self.lines.items() if tenant != waiting.tenant]
-        return own + sum(min(_num_tokens(line), max(0, round(start - tag))) for tag, line in others)
+        others = [(self.tags[tenant], tokens) for tenant, tokens in self.num_tokens.items() if tenant != waiting.tenant]
+        return own + sum(min(tokens, max(0, round(start - tag))) for tag, tokens in others)
 
 
 class FairQueue(Generic[W]):
@@ -183,7 +188,7 @@ class FairQueue(Generic[W]):
     def tokens_before(self, waiting: W, now: float) -> int:
         """What goes before it if nothing else comes, to within one request of each tenant."""
         self._rise(now)
-        higher = (_num_tokens(line) for level in self._levels[waiting.level + 1 :] for line in level.lines.values())
+        higher = (level.num_tokens.total() for level in self._levels[waiting.level + 1 :])
         return sum(higher) + self._levels[waiting.level].tokens_before(waiting)
 
     def counts(self) -> list[tuple[int, int]]:
@@ -220,7 +225,3 @@ class FairQueue(Generic[W]):
 
 def _rank(waiting: Waiting) -> tuple[float, int]:
     return waiting.rank
-
-
-def _num_tokens(line: list[W]) -> int:
-    return sum(waiting.num_tokens for waiting in line)
