@@ -45,7 +45,7 @@ class Gate:
         self._refusals = Refusals(rng or random.Random())
         self._clock = clock
         self._queue: FairQueue[Turn] = FairQueue(QueueLimits(policy.max_queued, policy.max_queued_tokens))
-        self._stranded: dict[Turn, NoWorker] = {}  # no worker fits, the first one to have found that first
+        self._stranded: dict[Turn, NoWorker] = {}  # no worker fits
         self._drain = DrainRate()
         self._answer_tokens = _ANSWER_TOKENS
         self._holder: Turn | None = None
@@ -90,7 +90,7 @@ class Gate:
 
     def answered(self, admitted: Admitted, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """What it took in the end, for the shares of tenants and the guess at the next one."""
-        self._queue.correct(admitted.turn, num_prompt_tokens + num_output_tokens)
+        self._queue.correct(admitted.charge, num_prompt_tokens + num_output_tokens)
         if num_output_tokens:
             self._answer_tokens += _ANSWER_SHARE * (num_output_tokens - self._answer_tokens)
 
@@ -158,31 +158,36 @@ class Gate:
         """Whether it has left the queue: placed, stranded or failed. Those `before` it did not fit."""
         held = frozenset() if turn is self._holder else self._held
         try:
-            placement = turn.ask.find(held)
+            has_left = self._place(turn, held, now)
         except NoWorker as error:
             if held:
                 return False
             self._strand(turn, error, now)
             return True
-        except Exception as error:  # a defect must not end the looking
+        except Exception as error:  # refused, or a defect, which must not end the looking
             self._fail(turn, error)
             return True
+        if has_left:
+            for other in before:
+                other.num_passed += 1
+        return has_left
+
+    def _place(self, turn: Turn, held: Collection[WorkerId], now: float) -> bool:
+        """Whether there was room. Raises NoWorker, Overloaded; it is in the queue still then."""
+        placement = turn.ask.find(held)
         turn.no_worker_at, turn.ttft_s = None, placement.ttft_s or 0.0
         if not has_room(placement, self._policy):
             if turn is self._holder or (self._holder is None and turn.num_passed >= _MAX_PASSED):
                 self._holder, self._held = turn, frozenset(worker.id for worker in placement.workers)
             return False
         if turn.deadline_at is not None and now + turn.ttft_s > turn.deadline_at:
-            self._fail(turn, self._refusals.cannot_meet(turn.deadline_at - now, 0.0, turn.ttft_s))
-            return True
-        self._queue.serve(turn)
+            raise self._refusals.cannot_meet(turn.deadline_at - now, 0.0, turn.ttft_s)
+        dispatch, wait_s = turn.ask.dispatch(placement), now - turn.entered_at
+        charge = self._queue.serve(turn)
         self._release(turn)
         self._drain.observe(now, is_waiting=bool(self._queue), num_tokens=turn.num_tokens)
-        wait_s = now - turn.entered_at
         metrics.WAIT_SECONDS.observe(wait_s)
-        turn.ended.set_result(Admitted(placement, turn.ask.dispatch(placement), wait_s, turn))
-        for other in before:
-            other.num_passed += 1
+        turn.ended.set_result(Admitted(placement, dispatch, wait_s, charge))
         return True
 
     def _strand(self, turn: Turn, error: NoWorker, now: float) -> None:
@@ -213,8 +218,9 @@ class Gate:
             self._drain.observe(self._clock(), is_waiting=bool(self._queue))
             self.look_soon()  # it may have held workers, or been one of those that are looked past
         elif self._stranded.pop(turn, None) is None and turn.ended.done() and turn.ended.exception() is None:
-            turn.ended.result().dispatch.end()
-            self._queue.correct(turn, 0)
+            admitted = turn.ended.result()
+            admitted.dispatch.end()
+            self._queue.correct(admitted.charge, 0)
 
     def _plan_look(self) -> None:
         if self._later is None and self.num_waiting:
@@ -225,10 +231,9 @@ class Gate:
         now = self._clock()
         for turn, error in list(self._stranded.items()):
             assert turn.no_worker_at is not None
-            if now - turn.no_worker_at < self._wait_for_worker_s:
-                break
-            del self._stranded[turn]
-            turn.ended.set_exception(error)
+            if now - turn.no_worker_at >= self._wait_for_worker_s:
+                del self._stranded[turn]
+                turn.ended.set_exception(error)
         self._look()
 
     def _patience_s(self, turn: Turn, now: float) -> float:
@@ -246,8 +251,8 @@ class Gate:
         return self._refusals.too_long(wait_s, self._policy.max_queue_s) if wait_s > self._policy.max_queue_s else None
 
     def _refuse_if_full(self, tenant: str, priority: int, num_tokens: int) -> None:
-        has_room = self._queue.has_room(tenant, priority, num_tokens)
-        if not has_room or self.num_waiting >= self._policy.max_queued:
+        is_free = self._queue.has_room(tenant, priority, num_tokens)
+        if not is_free or self.num_waiting >= self._policy.max_queued:
             tokens = self._queue.num_tokens
             rate = self._drain.tokens_per_s(self._clock())
             raise self._refusals.full(self.num_waiting, tokens, tokens / rate if rate else 0.0)

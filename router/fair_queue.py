@@ -36,6 +36,15 @@ class Waiting:
         return self.tenant, self.priority
 
 
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a tenant was charged for one that was served."""
+
+    tenant: str
+    level: int
+    num_tokens: int
+
+
 W = TypeVar("W", bound=Waiting)
 
 
@@ -168,16 +177,17 @@ class FairQueue(Generic[W]):
         if not self._waiting:
             self._rising.clear()
 
-    def serve(self, waiting: W) -> None:
-        """It goes; its tenant is charged for it."""
+    def serve(self, waiting: W) -> Charge:
+        """It goes."""
         level = self._levels[waiting.level]
         level.time = max(level.time, level.tags[waiting.tenant])
         level.charge(waiting.tenant, waiting.num_tokens)
         self.remove(waiting)
+        return Charge(waiting.tenant, waiting.level, waiting.num_tokens)
 
-    def correct(self, waiting: W, num_tokens: int) -> None:
+    def correct(self, charge: Charge, num_tokens: int) -> None:
         """One that was served took `num_tokens` in all, rather than what was expected."""
-        self._levels[waiting.level].correct(waiting.tenant, num_tokens - waiting.num_tokens)
+        self._levels[charge.level].correct(charge.tenant, num_tokens - charge.num_tokens)
 
     def in_order(self, now: float) -> Iterator[W]:
         """As they would go if every one of them went; ends where the queue is changed."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from router.config import AdmissionPolicy
 from router.dispatch import Dispatch
-from router.fair_queue import Waiting
+from router.fair_queue import Charge, Waiting
 from router.placement import Placement, WorkerId
 
 
@@ -41,12 +41,12 @@ class Turn(Waiting):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """`dispatch` is the caller's to end. `wait_s`: how long it waited."""
+    """`dispatch` is the caller's to end. `wait_s`: how long it waited. It leads back to nothing that waits."""
 
     placement: Placement
     dispatch: Dispatch
     wait_s: float
-    turn: Turn = field(repr=False)
+    charge: Charge
 
 
 def has_room(placement: Placement, policy: AdmissionPolicy) -> bool:

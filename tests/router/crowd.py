@@ -144,12 +144,13 @@ class Crowd:
 
         def eased() -> None:
             """Called as its prefill ends, and as it does."""
-            if is_running.pop(dispatch, False):
+            if is_running:
+                is_running.clear()
                 asked.num_ended += 1
                 self.taken[name] -= asked.size
             self.gate.look_soon()
 
-        is_running = {dispatch: True}
+        is_running = [True]
         dispatch.eased = eased
         return dispatch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from protos.errors import DeadlineExceeded, NoWorker, Overloaded
 from router.config import AdmissionPolicy
+from router.dispatch import Dispatch
 from router.placement import Candidate, Placement, Role, WorkerId
 from router.turns import has_room
 from tests.router.crowd import POLICY, Asked, Crowd, refusal
@@ -257,6 +260,40 @@ def test_those_without_a_worker_are_bounded_too(crowd: MakeCrowd) -> None:
     asked = [people.ask("") for _ in range(7)]
     assert [each.is_waiting for each in asked] == [True] * 5 + [False] * 2
     assert isinstance(refusal(asked[-1]), Overloaded)
+
+
+def test_defect_of_one_request_is_its_own(crowd: MakeCrowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must neither stay nor keep those behind it."""
+    people = crowd(w=1)
+    running, broken, waiting = (people.ask(name) for name in "abc")
+    dispatch = people._dispatch
+
+    def breaking(asked: Asked, placement: Placement) -> Dispatch:
+        if asked is broken:
+            raise KeyError("w")
+        return dispatch(asked, placement)
+
+    monkeypatch.setattr(people, "_dispatch", breaking)
+    people.end(running)
+    assert isinstance(broken.error, KeyError)
+    assert waiting.is_running and people.gate.num_waiting == 0
+
+
+def test_what_was_admitted_is_freed_by_its_end_alone(crowd: MakeCrowd) -> None:
+    """A cycle would keep a whole answer until the next collection."""
+    people = crowd(w=1)
+    running, asked = people.ask("a"), people.ask("b")
+    gc.collect()
+    gc.disable()
+    try:
+        people.end(running)  # so that b goes
+        people.end(asked)
+        people.asked.clear()
+        request = weakref.ref(asked)  # its ask knows it, as a real one knows its answer
+        del running, asked.task, asked
+        assert request() is None
+    finally:
+        gc.enable()
 
 
 def candidate(num_queued_tokens: int = 0, num_active: int = 0) -> Candidate:

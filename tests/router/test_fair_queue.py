@@ -121,8 +121,7 @@ def test_what_an_answer_took_in_the_end_counts() -> None:
     first = waiting("a")
     for entry in (first, *(waiting("a") for _ in range(3)), *(waiting("b") for _ in range(6))):
         queue.push(entry, 0.0)
-    queue.serve(first)
-    queue.correct(first, 40)
+    queue.correct(queue.serve(first), 40)
     assert "".join(entry.tenant for entry in queue.in_order(0.0)) == "bbbbababa"
 
 
@@ -242,8 +241,7 @@ class Events(RuleBasedStateMachine):
     def leave(self, pick: int, is_served: bool, num_tokens: int) -> None:
         entry = self.entries.pop(pick % len(self.entries)).waiting
         if is_served:
-            self.queue.serve(entry)
-            self.queue.correct(entry, num_tokens)
+            self.queue.correct(self.queue.serve(entry), num_tokens)
         else:
             self.queue.remove(entry)
 
