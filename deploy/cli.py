@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import door_options, options, security_options
+from deploy import door_options, options, router_options, security_options
 from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.placement_options import placement_options, take_policy
@@ -102,6 +102,8 @@ def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) ->
 @door_options.kserve_option
 @options.threads_option
 @options.worker_options
+@router_options.admission_options
+@placement_options
 @options.drain_option
 @security_options.serving_options
 @security_options.keys_option
@@ -148,8 +150,9 @@ def worker(log_level: str, log_format: str, **settings: Any) -> None:
 @door_options.http_port_option()
 @door_options.kserve_option
 @options.metrics_option
-@options.drain_option
+@router_options.admission_options
 @placement_options
+@options.drain_option
 @security_options.serving_options
 @security_options.keys_option
 @options.log_options
@@ -162,7 +165,8 @@ def router(log_level: str, log_format: str, **settings: Any) -> None:
     from router.config import RouterConfig
     from router.server import serve_router
 
-    config = RouterConfig(placement=take_policy(settings), **settings, security=security)
+    placement, admission = take_policy(settings), router_options.take_policy(settings)
+    config = RouterConfig(placement=placement, admission=admission, **settings, security=security)
     with traced("pdserve-router", f"{config.host}:{config.port}"):
         asyncio.run(serve_router(config))
 

@@ -1,4 +1,4 @@
-"""Options of the router that say where requests go."""
+"""Options of the router that say where requests go, and how much a worker may have before they wait."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from typing import Any
 
 import click
 
-from deploy.options import group_of, setting
+from deploy.options import group_of
+from deploy.router_options import router_setting
 from router.config import LimitPolicy, PlacementPolicy
 
 _AT_LEAST_0, _ABOVE_0 = click.FloatRange(0), click.FloatRange(0, min_open=True)
 _POLICY, _LIMITS = PlacementPolicy(), LimitPolicy()
 
 placement_options = group_of(
-    setting(
+    router_setting(
         "--max-backlog-s",
         type=_AT_LEAST_0,
         default=_LIMITS.max_backlog_s,
         help="Prompts wait at the router while every prefill worker is busy for longer than this, as predicted.",
     ),
-    setting(
+    router_setting(
         "--max-sequences",
         type=click.IntRange(1),
         help="Sequences on one decode worker, at most.  [default: what it runs at once]",
     ),
-    setting(
+    router_setting(
         "--local-prefill-ms",
         type=_AT_LEAST_0,
         default=_POLICY.max_added_step_s * 1000,
         help="Let a decode worker prefill what takes it no longer than this, where that is sooner. 0: never.",
     ),
-    setting(
+    router_setting(
         "--transfer-gb-s",
         type=_ABOVE_0,
         default=_POLICY.transfer_bytes_per_s / 1e9,
         help="How fast KV is taken to move from worker to worker.",
     ),
-    setting(
+    router_setting(
         "--affinity-ms",
         type=_AT_LEAST_0,
         default=_POLICY.affinity_s * 1000,

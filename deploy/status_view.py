@@ -127,8 +127,9 @@ def summary_line(status: Status) -> str:
     kinds = ", ".join(sorted({_kind(worker) for worker in status.workers}))
     workers = _counted(len(status.workers), "worker")
     requests = _counted(status.num_requests_in_flight, "request")
+    waiting = f", {status.num_requests_waiting} of them waiting for room" if status.num_requests_waiting else ""
     return (
-        f"{status.model_name}: {workers}{kinds and f', {kinds}'}; {requests} in flight; "
+        f"{status.model_name}: {workers}{kinds and f', {kinds}'}; {requests} in flight{waiting}; "
         f"router {'draining, ' * status.is_draining}up for {status.uptime_s:.0f} s"
         f"{status.metrics_address and f', metrics at {status.metrics_address}'}"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from deploy import options, security_options
+from deploy import options, router_options, security_options
 from deploy.local import ClusterConfig, LocalCluster
 from deploy.progress import ConsoleProgress
 from deploy.signals import ended_by_signals
@@ -24,7 +24,6 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
     keys_file = settings["keys_file"]
     security = security_options.taken_from(dict(settings))
     security.check(settings["host"], asks_for_keys=keys_file is not None)
-    of_router = security_options.as_arguments(security)
     of_worker = security_options.as_arguments(security_options.taken_from(dict(settings), is_worker=True))
     return ClusterConfig(
         **{"num_prefill": default, "num_decode": default, **counts},
@@ -35,8 +34,9 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         http_port=settings["http_port"],
         num_threads=settings["num_threads"],
         router_arguments=[
+            *router_options.of_router(context),
             *drain,
-            *of_router,
+            *security_options.as_arguments(security),
             *([] if settings["kserve"] else ["--no-kserve"]),
             *(["--keys-file", str(keys_file)] if keys_file else []),
         ],

@@ -2,7 +2,7 @@
 
 caller    InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, DeadlineExceeded, Cancelled, Unimplemented,
           Unauthenticated, PermissionDenied; ResourceExhausted: SlowReader
-capacity  ResourceExhausted; Unavailable: NoWorker
+capacity  ResourceExhausted: Overloaded, LimitExceeded; Unavailable: NoWorker
 peer      Unavailable: WorkerLost, AttemptsExhausted; Aborted (packages add their own, each with a reason of its own)
 ours      Internal
 """
@@ -113,6 +113,19 @@ class SlowReader(ResourceExhausted):
 
     reason = "SLOW_READER"
     retryable = False
+
+
+class Overloaded(ResourceExhausted):
+    """More is asked for than the workers can do in time: refused before any of it was done. `retry_after_s` says when
+    there may be room."""
+
+    reason = "OVERLOADED"
+
+
+class LimitExceeded(ResourceExhausted):
+    """The caller's key allows no more now; the message names the limit."""
+
+    reason = "LIMIT_EXCEEDED"
 
 
 class Unavailable(ServiceError):

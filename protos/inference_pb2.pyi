@@ -697,7 +697,7 @@ class Stage(_message.Message):
     START_S_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """tokenize, queue, prefill, handover, decode"""
+    """tokenize, wait (for a worker to have room; if it had to), queue, prefill, handover, decode"""
     worker_id: _builtins.str
     """empty: the router"""
     start_s: _builtins.float

@@ -170,7 +170,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    name: str  # tokenize, queue, prefill, handover, decode
+    name: str  # tokenize, wait, queue, prefill, handover, decode
     worker_id: str  # empty: the router
     start_s: float  # since the router received the request
     duration_s: float
@@ -291,6 +291,7 @@ class Status:
     metrics_address: str  # of the router
     workers: tuple[WorkerStatus, ...]
     is_draining: bool = False  # the router
+    num_requests_waiting: int = 0  # of those in flight: for a worker to have room
 
     @staticmethod
     def from_message(message: workers_pb2.Status) -> Status:
@@ -301,4 +302,5 @@ class Status:
             metrics_address=message.metrics_address,
             workers=tuple(WorkerStatus.from_message(each) for each in message.workers),
             is_draining=message.draining,
+            num_requests_waiting=message.num_requests_waiting,
         )

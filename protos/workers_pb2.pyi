@@ -356,6 +356,7 @@ class Status(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _builtins.int
     num_requests_in_flight: _builtins.int
     model_name: _builtins.str
     uptime_s: _builtins.float
@@ -363,6 +364,8 @@ class Status(_message.Message):
     """of the router"""
     draining: _builtins.bool
     """the router takes no new requests, and ends with those in flight"""
+    num_requests_waiting: _builtins.int
+    """of those in flight: until a worker has room for them"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     def __init__(
@@ -374,10 +377,11 @@ class Status(_message.Message):
         uptime_s: _builtins.float = ...,
         metrics_address: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        num_requests_waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_requests_in_flight", b"num_requests_in_flight", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_requests_in_flight", b"num_requests_in_flight", "num_requests_waiting", b"num_requests_waiting", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

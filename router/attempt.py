@@ -108,8 +108,14 @@ class Attempt:
         )
         async with self.links.to(source) as link:
             with service_errors():
-                response = await decode_pb2_grpc.DecodeStub(link.channel).HandOver(request, timeout=_HAND_OVER_S)
+                call = decode_pb2_grpc.DecodeStub(link.channel).HandOver(request, timeout=self._hand_over_s())
+                response = await call
         return response.stats
+
+    def _hand_over_s(self) -> float:
+        if self.timeout_s is None:
+            return _HAND_OVER_S
+        return min(_HAND_OVER_S, max(0.0, self.timeout_s - (time.monotonic() - self.started_at)))
 
     async def _one_leg(self, worker: Candidate) -> Messages:
         """Prefill and decode on the same worker, or decode after a hand-over from another."""

@@ -2,7 +2,8 @@
 
 The first answer is placed as any other. Once its KV is handed over the others start on the same workers, which find all
 but the last, partial block of the prompt in their caches: that one alone is computed and sent for each. From there on
-each is a request of its own, that is retried, resumed and moved alone; if one fails for good, all end.
+each is a request of its own, that is retried, resumed and moved alone; if one fails for good, all end. Only the first
+waits for its turn: they were let in together.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
 from router import metrics
+from router.account import Account
 from router.placement import Placement
-from router.relay import Progress, Relay
+from router.progress import Progress
+from router.relay import Relay
 from router.timeline import RequestClock
 from router.validation import Request
 
@@ -39,11 +42,14 @@ def choice_seed(seed: int, choice: int) -> int:
 class Choices:
     """The answers to one request. `messages` is to be asked for once."""
 
-    def __init__(self, relay: Relay, request: Request, clock: RequestClock, deadline_at: float | None) -> None:
+    def __init__(
+        self, relay: Relay, request: Request, clock: RequestClock, deadline_at: float | None, account: Account
+    ) -> None:
         self._relay = relay
         self._request = request
         self._clock = clock
         self._deadline_at = deadline_at
+        self._account = account
         self._queue: asyncio.Queue[bytes | Exception] = asyncio.Queue(_MAX_QUEUED)
         self._running: list[asyncio.Task[None]] = []
         self._shared: Placement | None = None  # where the prompt's KV is on all workers that are named
@@ -108,6 +114,7 @@ class Choices:
             request=replace(self._request, sampling=sampling),
             clock=copy(self._clock),
             deadline_at=self._deadline_at,
+            account=self._account,
             prefers=self._shared,
             is_choice=True,
         )

@@ -39,6 +39,15 @@ class PlacementPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """How many requests may wait at the router, and for how long: one that is predicted to wait longer is refused."""
+
+    max_queued: int = 1024  # requests
+    max_queued_tokens: int = 2_000_000
+    max_queue_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """`metrics_port` None serves no metrics, `http_port` None no HTTP; port 0 takes any that is free.
 
@@ -54,6 +63,7 @@ class RouterConfig:
     drain_s: float = 30.0  # what is running may go on for so long when the router stops
     max_prompt_bytes: int = 4 * 2**20
     relay: RelayPolicy = RelayPolicy()
+    admission: AdmissionPolicy = AdmissionPolicy()
     placement: PlacementPolicy = PlacementPolicy()
     security: Security = field(default_factory=Security)
     keys_file: Path | None = None

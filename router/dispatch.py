@@ -19,7 +19,8 @@ class Dispatch:
     `num_tokens` have to be computed. Of the decode worker `num_blocks` are for the prompt, and `num_blocks_in_all` are
     given back by `ends_at`, if that is known: an answer may end before its last token, but not after it.
 
-    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere.
+    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere. `eased` is called
+    when some of the load has ended.
     """
 
     at: float
@@ -31,6 +32,7 @@ class Dispatch:
     ends_at: float | None = None
     is_prefilled: bool = False
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    eased: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         for dispatches in self._places():
@@ -42,11 +44,13 @@ class Dispatch:
             self.is_prefilled = True
             for dispatches in self._places():
                 dispatches.prefilled(self)
+            self.eased()
 
     def end(self) -> None:
         self.prefilled()  # or never will be
         for dispatches in self._places():
             dispatches.end(self)
+        self.eased()
 
     def _places(self) -> list[Dispatches]:
         return [dispatches for dispatches in (self.prefill, self.decode) if dispatches is not None]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from protos import inference_pb2 as pb
+from router.breaker import Breakers
 from router.placement import Placement
 from router.timeline import RequestClock
 from router.workers import WorkerTable
@@ -43,6 +45,15 @@ PREFIX_TOKENS = Counter(
     "Prompt tokens in workers' caches: predicted at placement, and found, where prefilled and where decoded.",
     ["pool", "kind"],
 )
+WAIT_SECONDS = Histogram(
+    "pdserve_router_wait_seconds", "From asking to be placed to having been, of those admitted.", buckets=_SECONDS
+)
+REFUSALS = Counter(
+    "pdserve_router_refusals",
+    "Requests that were not admitted: full, wait, deadline (at once), late (after waiting), limit (of their key).",
+    ["reason"],
+)
+RETRIES_REFUSED = Counter("pdserve_router_retries_refused", "Failures that the retry budget left as they were.")
 LEG_FAILURES = Counter("pdserve_router_leg_failures", "Calls to workers that failed, by reason.", ["reason"])
 
 
@@ -82,18 +93,41 @@ def observe_prefix(placement: Placement, usage: pb.Usage) -> None:
 
 
 class WorkersCollector(Collector):
-    """Workers by role and state."""
+    """Workers by role and state, and their circuit breakers."""
 
-    def __init__(self, table: WorkerTable) -> None:
+    def __init__(self, table: WorkerTable, breakers: Breakers) -> None:
         self._table = table
+        self._breakers = breakers
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         family = GaugeMetricFamily("pdserve_router_workers", "Registered workers.", labels=["role", "state"])
         for labels, number in self._counts():
             family.add_metric(labels, number)
         yield family
+        about = "Circuit breakers of workers: 0 closed, 1 half open, 2 open."
+        family, now = GaugeMetricFamily("pdserve_router_breaker_state", about, labels=["worker"]), time.monotonic()
+        for worker in self._table.workers():
+            family.add_metric([worker.profile.id.name], self._breakers.state(worker.profile.id, now).value)
+        yield family
 
     def _counts(self) -> Iterator[tuple[list[str], int]]:
         kinds = [(worker.role.name or "", self._table.state(worker).name) for worker in self._table.workers()]
         for role, state in sorted(set(kinds)):
             yield [role.lower(), state.lower()], kinds.count((role, state))
+
+
+class QueueCollector(Collector):
+    """What waits at the gate, by priority. `counts` is `router.admission.Gate.counts`."""
+
+    def __init__(self, counts: Callable[[], Sequence[tuple[int, int]]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        about = "Requests that wait for a worker to have room."
+        requests = GaugeMetricFamily("pdserve_router_queued_requests", about, labels=["priority"])
+        about = "Tokens that the requests that wait are expected to take."
+        tokens = GaugeMetricFamily("pdserve_router_queued_tokens", about, labels=["priority"])
+        for priority, (num_requests, num_tokens) in enumerate(self._counts()):
+            requests.add_metric([str(priority)], num_requests)
+            tokens.add_metric([str(priority)], num_tokens)
+        return requests, tokens

@@ -83,17 +83,23 @@ class _Option:
 
 
 def place(
-    fleet: Fleet, demand: Demand, avoid: Collection[WorkerId], rng: random.Random, policy: PlacementPolicy | None = None
+    fleet: Fleet,
+    demand: Demand,
+    avoid: Collection[WorkerId],
+    rng: random.Random,
+    policy: PlacementPolicy | None = None,
+    held: Collection[WorkerId] = (),
 ) -> Placement:
     """Workers to `avoid`, or whose cache is too small, are taken only if there is no other (the latter will refuse).
 
     One beyond its limits is taken only if there is no other. One that takes no sequences of this length never is: it
-    may have come after the request. Ties are broken at random, so that routers do not herd.
+    may have come after the request, and one that is `held` for another request. Ties are broken at random, so that
+    routers do not herd.
 
     Raises:
         NoWorker: says which role is missing.
     """
-    weighing = Weighing(fleet, demand, avoid, rng, policy or PlacementPolicy())
+    weighing = Weighing(fleet, demand, avoid, rng, policy or PlacementPolicy(), held)
     options = (option for pools in fleet.pools.values() for option in _options(pools, demand, weighing))
     best = min(options, key=lambda option: option.rank, default=None)
     if best is None:

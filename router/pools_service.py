@@ -95,6 +95,7 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
             uptime_s=time.monotonic() - self._started_at,
             metrics_address=self.metrics_address,
             draining=self._inference.is_draining,
+            num_requests_waiting=self._inference.num_waiting,
         )
 
     async def SetRole(self, request: workers_pb2.SetRoleRequest, context: Context) -> workers_pb2.SetRoleResponse:

@@ -13,95 +13,29 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from model.block_pool import BlockHash
 from protos import inference_pb2 as pb
-from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, InvalidArgument, NoWorker
 from protos.tracing import Span
 from router import metrics
+from router.account import Account
+from router.admission import Gate
 from router.attempt import Attempt, AttemptFailed, ended_early
 from router.config import PlacementPolicy, RelayPolicy
 from router.demand import Demand
-from router.dispatch import Dispatch
 from router.links import Links
-from router.messages import emitted_tokens
 from router.move import Move, moved
-from router.placement import Placement, WorkerId
-from router.placer import Placer
+from router.placement import Placement
+from router.placer import Placer, Wanted
+from router.progress import Progress
+from router.retries import Retries
 from router.timeline import RequestClock, Served, joined, timeline, usage
 from router.validation import Request
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
-_MAX_DELAY_S = 1.0
 _MOVE_S = 1.0  # between a worker's end of a stream and its word that the sequence is elsewhere
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """How far one request has come, over all its attempts. `prefers`: where to try first. `is_choice`: one of several
-    answers, whose summary is told together with the others'."""
-
-    request: Request
-    clock: RequestClock
-    deadline_at: float | None
-    prefers: Placement | None = None
-    is_choice: bool = False
-    placement: Placement | None = None  # of the last attempt
-    emitted: list[int] = field(default_factory=list)  # as of the last failure
-    raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
-    last: pb.GenerateResponse | None = None  # the message that ended the answer
-    avoid: set[WorkerId] = field(default_factory=set)
-    hashes: list[BlockHash] = field(default_factory=list)  # of what is to be prefilled
-    num_retries: int = 0
-    num_resumes: int = 0
-    num_moves: int = 0
-    move: Move | None = None  # made, and not yet followed
-    done_before: pb.DecodeStats | None = None  # on workers that the sequence was moved away from
-
-    @property
-    def remaining_s(self) -> float | None:
-        return None if self.deadline_at is None else self.deadline_at - time.monotonic()
-
-    @property
-    def token_ids(self) -> list[int]:
-        """What is to be prefilled."""
-        return [*self.request.token_ids, *self.emitted]
-
-    @property
-    def num_relayed(self) -> int:
-        """Tokens of the answer so far. Reads the last message only."""
-        if not self.raw_messages:
-            return len(self.emitted)
-        last = pb.GenerateResponse.FromString(self.raw_messages[-1])
-        return int(last.output_index) + len(last.token_ids)
-
-    @property
-    def wants_decode(self) -> bool:
-        """Whether more than the one token that prefill samples is wanted."""
-        return self.request.sampling.max_tokens - len(self.emitted) > 1
-
-    def is_complete(self) -> bool:
-        """Whether the answer has ended. Reads the last message only."""
-        if self.raw_messages:
-            self._set_last(self.raw_messages[-1])
-        return self.last is not None
-
-    def read_back(self) -> None:
-        """Learns what was emitted from what was relayed."""
-        try:
-            self.emitted += emitted_tokens(self.raw_messages, len(self.emitted))
-        except ValueError as error:
-            raise Internal(f"a worker sent tokens out of order: {error}") from error
-        if self.raw_messages:
-            self._set_last(self.raw_messages[-1])
-        self.raw_messages.clear()
-
-    def _set_last(self, raw: bytes) -> None:
-        message = pb.GenerateResponse.FromString(raw)
-        self.last = message if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED else None
 
 
 class Relay:
@@ -109,23 +43,30 @@ class Relay:
         self,
         table: WorkerTable,
         links: Links,
+        gate: Gate,
         policy: RelayPolicy,
         rng: random.Random | None = None,
         placement: PlacementPolicy | None = None,
     ) -> None:
         self._table = table
         self._links = links
-        self._policy = policy
         self._rng = rng or random.Random()
-        self._placer = Placer(table, placement or PlacementPolicy(), self._rng)
+        self._retries = Retries(policy, self._rng)
+        self.breakers = self._retries.breakers
+        self._placer = Placer(
+            table, gate, self.breakers, placement or PlacementPolicy(), self._rng, policy.wait_for_worker_s
+        )
 
-    def messages(self, request: Request, clock: RequestClock, deadline_at: float | None) -> AsyncGenerator[bytes, None]:
+    def messages(
+        self, request: Request, clock: RequestClock, deadline_at: float | None, account: Account
+    ) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
-        return self.answer(Progress(request, clock, deadline_at))
+        return self.answer(Progress(request, clock, deadline_at, account))
 
     async def answer(self, progress: Progress) -> AsyncGenerator[bytes, None]:
         """The same of a request that has not begun."""
         attempt = None
+        self._retries.begin()
         try:
             while progress.last is None:
                 attempt = await self._next_attempt(progress, attempt)
@@ -140,9 +81,13 @@ class Relay:
                     if progress.last is None:
                         await self._prepare_next(progress, attempt, failure)
         finally:
-            if progress.move is not None:  # made, and never followed
-                progress.move.dispatch.end()
+            self._retries.end()
+            if (dispatch := progress.take_dispatch()) is not None:  # made, and never followed
+                dispatch.end()
+            progress.account.num_output_tokens.append(progress.num_relayed)
         assert attempt is not None
+        for worker in attempt.placement.workers:
+            self.breakers.succeeded(worker.id, time.monotonic())
         summary = _summary(progress, progress.last, attempt)
         metrics.observe_prefix(attempt.placement, summary.usage)
         if not progress.is_choice:
@@ -152,7 +97,7 @@ class Relay:
     async def _next_attempt(self, progress: Progress, before: Attempt | None) -> Attempt:
         if progress.move is not None and before is not None:
             return self._moved_attempt(progress, progress.move, before)
-        placement, progress.prefers = progress.prefers or await self._place(progress), None
+        placement = await self._place(progress)
         progress.clock.placed()
         return Attempt(
             request=progress.request,
@@ -182,19 +127,22 @@ class Relay:
         )
 
     async def _place(self, progress: Progress) -> Placement:
-        """Waits a little for a worker to come (back), if none fits now."""
-        give_up_at = time.monotonic() + self._policy.wait_for_worker_s
-        while True:
-            try:
-                progress.hashes = await self._placer.hashes(progress.token_ids)
-                return self._placer.place(self._demand(progress), progress.avoid)
-            except NoWorker:
-                remaining_s = give_up_at - time.monotonic()
-                if progress.remaining_s is not None:
-                    remaining_s = min(remaining_s, progress.remaining_s)
-                if remaining_s <= 0:
-                    raise
-                await self._table.wait_changed(remaining_s)
+        """Its load is counted from here on, as `progress.dispatch`. Only the first of a request passes the gate."""
+        request, token_ids, account = progress.request, progress.token_ids, progress.account
+        if (preferred := progress.prefers) is not None:
+            progress.prefers = None
+            progress.dispatch = self._placer.dispatch(request, preferred, len(token_ids))
+            return preferred
+        progress.hashes = await self._placer.hashes(token_ids)
+        avoid = frozenset(progress.avoid)
+        wanted = Wanted(request, len(token_ids), lambda: self._demand(progress), avoid, progress.deadline_at)
+        if account.admitted is None:
+            account.admitted = admitted = await self._placer.admit(wanted, account.allowance.tenant)
+            progress.clock.waited(admitted.wait_s)
+            progress.dispatch = admitted.dispatch
+            return admitted.placement
+        placement, progress.dispatch = await self._placer.place_again(wanted)
+        return placement
 
     def _demand(self, progress: Progress) -> Demand:
         num_tokens = len(progress.request.token_ids) + progress.num_relayed
@@ -204,7 +152,8 @@ class Relay:
 
     async def _run(self, attempt: Attempt, progress: Progress) -> AsyncGenerator[bytes, None]:
         """One attempt, its load counted while it lasts. It may end in a move, which is the next attempt's to follow."""
-        dispatch = self._dispatch(attempt, progress)
+        dispatch = progress.take_dispatch()
+        assert dispatch is not None
         moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._table, self._rng))
         try:
             async with aclosing(attempt.messages()) as messages:
@@ -227,23 +176,8 @@ class Relay:
             dispatch.end()
             await _not_followed(moving, progress.move)
 
-    def _dispatch(self, attempt: Attempt, progress: Progress) -> Dispatch:
-        if progress.move is not None:
-            move, progress.move = progress.move, None
-            return move.dispatch
-        return self._placer.dispatch(progress.request, attempt.placement, len(attempt.token_ids))
-
     async def _prepare_next(self, progress: Progress, attempt: Attempt, failure: AttemptFailed) -> None:
-        """Decides whether there is a next attempt, avoids who failed this one, and waits a moment.
-
-        Of what a worker says, only INVALID_ARGUMENT is the client's doing: everything else may go well elsewhere.
-        """
-        error = failure.error
-        metrics.LEG_FAILURES.labels(error.reason).inc()
-        if isinstance(error, InvalidArgument):
-            raise error
-        if progress.remaining_s is not None and progress.remaining_s <= 0:
-            raise DeadlineExceeded(f"the deadline passed after {len(progress.emitted)} tokens")
+        """Avoids who failed, and waits a moment. Raises what the client is told if there is no next attempt."""
         if failure.is_connection:
             self._table.unreachable(failure.worker_id)
             progress.avoid.add(failure.worker_id)
@@ -251,8 +185,7 @@ class Relay:
             involved = attempt.placement.workers[-1:] if attempt.arrives else attempt.placement.workers
             progress.avoid |= {worker.id for worker in involved}
         num_failures = progress.num_retries + progress.num_resumes + 1
-        if num_failures >= self._policy.max_attempts:
-            raise AttemptsExhausted(f"{num_failures} attempts failed; the last one: {error}")
+        delay_s = self._retries.delay_s(failure, num_failures, len(progress.emitted), progress.remaining_s)
         progress.done_before = None  # statistics are those of what follows
         if progress.emitted:
             progress.num_resumes += 1
@@ -260,9 +193,8 @@ class Relay:
         else:
             progress.num_retries += 1
             metrics.RETRIES.inc()
-        logger.warning("request %s: %s; placing it again", progress.request.request_id, error)
-        delay_s = min(_MAX_DELAY_S, self._policy.retry_delay_s * 2 ** (num_failures - 1)) * self._rng.uniform(0.5, 1)
-        await asyncio.sleep(max(delay_s, error.retry_after_s or 0.0))
+        logger.warning("request %s: %s; placing it again", progress.request.request_id, failure.error)
+        await asyncio.sleep(delay_s)
 
 
 def _attempt_span(progress: Progress, placement: Placement, *, moved: bool = False) -> Span:

@@ -24,16 +24,18 @@ from protos import kserve_pb2_grpc, workers_pb2_grpc
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.tls import server_context
+from router.admission import Gate
 from router.card import ModelCard
 from router.config import RouterConfig
 from router.http_server import HttpServer
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
-from router.metrics import WorkersCollector
+from router.metrics import QueueCollector, WorkersCollector
 from router.openai_server import OpenAIDoor
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
+from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.workers import WorkerTable
@@ -85,8 +87,12 @@ class Router:
         keys = KeyFile(config.keys_file) if config.keys_file else None  # of every door
         self.guard = Guard(secret, keys)
         self.table = WorkerTable(card.tokenizer_digest)
-        relay = Relay(self.table, self._links, config.relay, rng, config.placement)
-        self.inference = InferenceService(card, self.table, relay, config.max_prompt_bytes)
+        self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
+        self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
+        self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
+        self.inference = InferenceService(
+            card, self.table, self._relay, self._gate, RateLimits(), config.max_prompt_bytes
+        )
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
         self._server.add_handlers(SERVICE, self.inference.handlers())
@@ -120,6 +126,7 @@ class Router:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._links.close)
+            stack.callback(self._gate.close)
             self._watch(stack)
             await self._server.start()
             stack.push_async_callback(self._server.stop)
@@ -154,9 +161,9 @@ class Router:
         await self._server.stop(max(0.0, end_at - time.monotonic()))
 
     def _watch(self, stack: AsyncExitStack) -> None:
-        collector = WorkersCollector(self.table)
-        prometheus_client.REGISTRY.register(collector)
-        stack.callback(prometheus_client.REGISTRY.unregister, collector)
+        for collector in (WorkersCollector(self.table, self._relay.breakers), QueueCollector(self._gate.counts)):
+            prometheus_client.REGISTRY.register(collector)
+            stack.callback(prometheus_client.REGISTRY.unregister, collector)
         if self._config.metrics_port is not None:
             host = self._config.security.metrics_host_for(self._config.host)
             server = serve_metrics(host, self._config.metrics_port)

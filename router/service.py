@@ -17,14 +17,18 @@ from model.grammar import GrammarRejected
 from model.sampling_params import Grammar
 from protos import inference_pb2 as pb
 from protos import tracing
+from protos.caller import Caller, current_caller
 from protos.calls import Context
-from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ServiceError, Unavailable
+from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, LimitExceeded, ServiceError, Unavailable
 from protos.request_id import current_request_id
 from router import metrics
+from router.account import Account, accounted
+from router.admission import Gate
 from router.card import ModelCard
 from router.choices import Choices
 from router.echo import echoed
 from router.messages import model_message
+from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.timeline import RequestClock
 from router.validation import (
@@ -49,8 +53,12 @@ SERVICE = "pdserve.v1.Inference"
 class InferenceService:
     """Answers of Generate and Chat are bytes of GenerateResponse: most of them are the workers' own."""
 
-    def __init__(self, card: ModelCard, table: WorkerTable, relay: Relay, max_prompt_bytes: int) -> None:
+    def __init__(
+        self, card: ModelCard, table: WorkerTable, relay: Relay, gate: Gate, limits: RateLimits, max_prompt_bytes: int
+    ) -> None:
         self._card = card
+        self._gate = gate
+        self._limits = limits
         self._table = table
         self._relay = relay
         self._max_prompt_bytes = max_prompt_bytes
@@ -60,6 +68,11 @@ class InferenceService:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of those in flight, how many wait to be placed."""
+        return self._gate.num_waiting
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
         """By name, for `protos.serve.GrpcServer.add_handlers`."""
@@ -82,11 +95,14 @@ class InferenceService:
         return self._answer(
             lambda: check_generate(message, self._card, self._limit(), self._max_prompt_bytes, secrets.token_hex(8)),
             remaining_s,
+            current_caller.get(),
         )
 
     def chat(self, message: pb.ChatRequest, remaining_s: float | None) -> AsyncGenerator[bytes, None]:
         return self._answer(
-            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)), remaining_s
+            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)),
+            remaining_s,
+            current_caller.get(),
         )
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -109,7 +125,7 @@ class InferenceService:
         return model_message(self._card, self._table.layout, self._context_limit().num_tokens)
 
     async def _answer(
-        self, check: Callable[[], UnresolvedRequest], remaining_s: float | None
+        self, check: Callable[[], UnresolvedRequest], remaining_s: float | None, caller: Caller
     ) -> AsyncGenerator[bytes, None]:
         clock = RequestClock()
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
@@ -119,24 +135,31 @@ class InferenceService:
             check_deadline(remaining_s)
             unresolved = check()
             current_request_id.set(unresolved.request_id)
-            with self._claimed(unresolved.request_id), _traced(unresolved.request_id) as span:
+            with (
+                self._claimed(unresolved.request_id),
+                _traced(unresolved.request_id) as span,
+                self._limits.claimed(caller) as allowance,
+            ):
+                self._gate.refuse_if_full(caller.tenant, unresolved.priority)
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
                 span.part("tokenize", clock.received_at, clock.received_at + clock.tokenize_s, tokens=len(token_ids))
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
                 await self._check_grammar(request.sampling.grammar)
                 request = replace(request, span=span)
-                async with aclosing(self._messages(request, clock, deadline_at)) as messages:
-                    async for raw in messages:
-                        yield raw
+                allowance.take_tokens(len(token_ids), request.num_choices * request.sampling.max_tokens)
+                with accounted(allowance, self._gate, len(token_ids)) as account:
+                    async with aclosing(self._messages(request, clock, deadline_at, account)) as messages:
+                        async for raw in messages:
+                            yield raw
 
     def _messages(
-        self, request: Request, clock: RequestClock, deadline_at: float | None
+        self, request: Request, clock: RequestClock, deadline_at: float | None, account: Account
     ) -> AsyncGenerator[bytes, None]:
         if request.num_choices > 1:
-            answer = Choices(self._relay, request, clock, deadline_at).messages()
+            answer = Choices(self._relay, request, clock, deadline_at, account).messages()
         else:
-            answer = self._relay.messages(request, clock, deadline_at)
+            answer = self._relay.messages(request, clock, deadline_at, account)
         return echoed(answer, request.token_ids, self._card.tokenizer) if request.echo else answer
 
     async def _tokenized(self, prompt: Prompt) -> list[int]:
@@ -199,6 +222,8 @@ def _outcome_counted() -> Iterator[None]:
         yield
     except ServiceError as error:
         outcome = error.code.name.lower()
+        if isinstance(error, LimitExceeded):
+            metrics.REFUSALS.labels("limit").inc()
         raise
     except (asyncio.CancelledError, GeneratorExit):
         outcome = "cancelled"

@@ -29,6 +29,7 @@ class RequestClock:
     now: Callable[[], float] = time.monotonic
     received_at: float = field(init=False)
     tokenize_s: float = 0.0
+    wait_s: float = 0.0  # until the first placement, from when it was asked for
     placed_at: float = field(init=False)
     attempt_token_at: float = field(init=False)  # first token of the last attempt
     first_token_at: float | None = None
@@ -39,6 +40,9 @@ class RequestClock:
 
     def tokenized(self) -> None:
         self.tokenize_s = self.now() - self.received_at
+
+    def waited(self, wait_s: float) -> None:
+        self.wait_s = wait_s
 
     def placed(self) -> None:
         self.placed_at = self.now()
@@ -122,6 +126,8 @@ def timeline(served: Served, clock: RequestClock) -> pb.Timeline:
 def _stages(served: Served, clock: RequestClock) -> list[pb.Stage]:
     """In order of time. Prefill's are laid out from the placement on, decode's back from the last token."""
     stages = [pb.Stage(name="tokenize", start_s=0.0, duration_s=clock.tokenize_s)]
+    if clock.wait_s:
+        stages.append(pb.Stage(name="wait", start_s=clock.tokenize_s, duration_s=clock.wait_s))
     placed_s = clock.placed_at - clock.received_at
     token_s = clock.attempt_token_at - clock.received_at
     if (prefill := served.placement.prefill) is not None and (stats := served.prefill) is not None:

@@ -35,11 +35,18 @@ class Weighing:
     """Costs are seconds, or while nobody knows how fast anybody prefills, tokens to prefill."""
 
     def __init__(
-        self, fleet: Fleet, demand: Demand, avoid: Collection[WorkerId], rng: random.Random, policy: PlacementPolicy
+        self,
+        fleet: Fleet,
+        demand: Demand,
+        avoid: Collection[WorkerId],
+        rng: random.Random,
+        policy: PlacementPolicy,
+        held: Collection[WorkerId] = (),
     ) -> None:
         self._demand = demand
         self._num_prompt_tokens = demand.num_prompt_tokens
         self._avoid = avoid
+        self._held = held
         self._rng = rng
         self._policy = policy
         self._now = fleet.now
@@ -64,7 +71,7 @@ class Weighing:
         if best is not None:
             return best
         everyone = [entry for each in lines for walk in each.walks(self._rng) for entry in walk]
-        allowed = [entry for entry in everyone if self._demand.is_allowed(entry.worker)]
+        allowed = [entry for entry in everyone if self._may_take(entry.worker)]
         picks = [Pick(entry, rank(entry), self._misfit(entry.worker)) for entry in allowed]
         return min(picks, key=lambda pick: (pick.misfit, pick.rank), default=None)
 
@@ -85,7 +92,10 @@ class Weighing:
                 yield entry, rank(entry)
 
     def is_plain(self, worker: Candidate) -> bool:
-        return self._demand.is_allowed(worker) and self._misfit(worker) == (False, False)
+        return self._may_take(worker) and self._misfit(worker) == (False, False)
+
+    def _may_take(self, worker: Candidate) -> bool:
+        return self._demand.is_allowed(worker) and worker.id not in self._held
 
     def _misfit(self, worker: Candidate) -> tuple[bool, bool]:
         return not self._demand.fits(worker), bool(self._avoid) and worker.id in self._avoid
@@ -181,4 +191,4 @@ class Weighing:
         if in_s > 0.0:
             sequence_s = entry.measured.sequence_s or self._typical.sequence_s
             free = num_free_blocks_at(worker, self._now, in_s, sequence_s, self._demand.block_size)
-        return free < self._demand.num_blocks
+        return free < min(self._demand.num_blocks, worker.num_blocks)  # what fits at all has room when all is free

@@ -29,7 +29,11 @@ _REMEMBER_LOST_S = 300.0
 
 
 class WorkerTable:
-    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches."""
+    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches.
+
+    `on_eased` is called when a worker may have got less to do, `on_changed` when one came, went, or changed its role or
+    state.
+    """
 
     def __init__(self, tokenizer_digest: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer_digest = tokenizer_digest
@@ -40,6 +44,8 @@ class WorkerTable:
         self._stale: set[Worker] = set()  # not yet in the fleet as they are now
         self._by_age: dict[Worker, None] = {}  # the one first that was heard of longest ago, unless it is silent
         self.prefixes = PrefixIndex()
+        self.on_eased: Callable[[], None] = lambda: None
+        self.on_changed: Callable[[], None] = lambda: None
 
     def register(self, profile: WorkerProfile, load: WorkerLoad) -> Worker:
         """Takes a worker in; one that is registered under its name is replaced.
@@ -82,6 +88,7 @@ class WorkerTable:
             self._tell_dispatches(worker)
         if self._is_ready(worker) != was_ready:
             self._notify()
+        self.on_eased()
 
     def cache_changed(self, worker: Worker, changes: CacheChanges) -> None:
         """What has become findable there, and what no longer is. Where something was missed, all is asked for."""
@@ -152,6 +159,7 @@ class WorkerTable:
             num_blocks,
             prefill=None if prefill is None else prefill.dispatches,
             decode=None if decode is None else decode.dispatches,
+            eased=self.on_eased,
         )
         if at_most is not None and (answer_s := placement.answer_s(at_most[0])) is not None:
             dispatch.ends_at, dispatch.num_blocks_in_all = dispatch.at + answer_s, at_most[1]
@@ -244,6 +252,7 @@ class WorkerTable:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_changed()
 
     def _is_forgotten(self, worker: Worker) -> bool:
         was_lost = worker.load.state is WorkerState.LOST and self.age_s(worker) > _REMEMBER_LOST_S

@@ -212,3 +212,9 @@ def test_up_passes_on_what_it_does_not_decide_itself() -> None:
     assert trust <= {option.name for option in cli.commands["up"].params}
     of_process = {"drain_s", "metrics_host", "log_level", "log_format", "faults"}  # a fault plan is inherited
     assert passed_on == of_worker - decided - trust - of_process
+
+
+def test_up_passes_on_what_the_router_admits() -> None:
+    arguments = ["--max-queued", "7", "--max-queue-s", "2.5", "--max-backlog-s", "3.0", "--max-sequences", "9"]
+    context = cli.commands["up"].make_context("up", arguments)
+    assert list(cluster_config(context, context.params).router_arguments[:8]) == arguments

@@ -132,6 +132,14 @@ def test_guesses_are_told_where_there_were_any() -> None:
     assert "answer   120 tokens in 48 steps, 72 of 96 guesses right, since it was resumed" in resumed
 
 
+@pytest.mark.parametrize(
+    "num_waiting, told", [(0, "; 12 requests in flight; router"), (3, "; 12 requests in flight, 3 of them waiting for")]
+)
+def test_requests_that_wait_are_told(num_waiting: int, told: str) -> None:
+    status = Status("demo-moe", 12, 5.0, "", (), num_requests_waiting=num_waiting)
+    assert told in summary_line(status)
+
+
 TIMES = [(0, "0 ms"), (0.00042, "0.4 ms"), (0.0099, "9.9 ms"), (1.2345, "1234 ms")]
 
 

@@ -223,6 +223,7 @@ class _FakeDecode(decode_pb2_grpc.DecodeServicer):
             await answer.aclose()  # type: ignore[attr-defined]
 
     async def HandOver(self, request: decode_pb2.HandOverRequest, context: Any) -> decode_pb2.HandOverResponse:
+        self._worker.deadlines_s.append(context.time_remaining())
         return await self._worker.depart(request)
 
 

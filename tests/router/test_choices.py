@@ -12,11 +12,14 @@ import pytest
 from model.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
 from protos import prefill_pb2
+from protos.caller import ANYONE
 from protos.client import PdserveClient
 from protos.errors import AttemptsExhausted, ResourceExhausted
 from protos.values import Chunk, Sampling, Summary
+from router.account import Account
 from router.choices import Choices, choice_seed
-from router.relay import Progress
+from router.progress import Progress
+from router.rate_limits import RateLimits
 from router.timeline import RequestClock
 from router.validation import Request
 from tests.router.asking import PROMPT, DieOnce, FailOnce, all_workers, answer
@@ -160,7 +163,9 @@ class Endless:
 async def test_what_a_slow_reader_leaves_is_bounded() -> None:
     endless = Endless()
     request = Request("r", (5,), SamplingParams(max_tokens=99), num_choices=16)
-    choices = Choices(endless, request, RequestClock(), None)  # type: ignore[arg-type]
+    with RateLimits().claimed(ANYONE) as allowance:
+        account = Account(allowance)
+    choices = Choices(endless, request, RequestClock(), None, account)  # type: ignore[arg-type]
     async with aclosing(choices.messages()) as messages:
         for num_read in range(1, 200):
             await anext(messages)

@@ -57,6 +57,19 @@ def placed(*workers: Candidate, demand: Demand = DEMAND, avoid: tuple[str, ...] 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 
 
+def test_what_is_held_for_another_request_is_not_taken() -> None:
+    """Not even if there is no other, and whatever speaks for it."""
+    fleet = Fleet([worker("p", P), worker("idle", D), worker("busy", D, active=9), worker("b", B, active=50)])
+    idle, busy, both, p = (WorkerId(name, "e1") for name in ("idle", "busy", "b", "p"))
+    assert names(place(fleet, DEMAND, (), random.Random(0), held={idle})) == ("p", "busy")
+    assert names(place(fleet, DEMAND, {busy}, random.Random(0), held={idle})) == ("p", "b")
+    assert names(place(fleet, DEMAND, {busy}, random.Random(0), held={idle, both})) == ("p", "busy")
+    with pytest.raises(NoWorker):
+        place(fleet, DEMAND, (), random.Random(0), held={p, both})
+    close = replace(DEMAND, session=(idle,))
+    assert names(place(fleet, close, (), random.Random(0), held={idle})) == ("p", "busy")
+
+
 def test_a_worker_whose_cache_could_never_hold_the_answer_is_not_taken() -> None:
     small = worker("small", Role.DECODE, blocks=9)
     large = worker("large", Role.DECODE, active=7, blocks=10)

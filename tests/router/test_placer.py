@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from model.sampling_params import SamplingParams
 from model.sequence import Sequence
 from protos import inference_pb2 as pb
 from router import metrics
+from router.admission import Gate
+from router.breaker import BreakerPolicy, Breakers
 from router.cache_changes import CacheChanges
 from router.candidate import WorkerId
-from router.config import PlacementPolicy
+from router.config import AdmissionPolicy, PlacementPolicy
 from router.placement import Candidate, Placement, Role
 from router.placer import Placer
 from router.sessions import Sessions
@@ -47,6 +50,11 @@ def found(table: WorkerTable, name: str) -> Candidate:
     return next(each for each in table.snapshot() if each.id.name == name)
 
 
+def placer_of(table: WorkerTable, breakers: Breakers | None = None) -> Placer:
+    gate = Gate(AdmissionPolicy(), 0.0)
+    return Placer(table, gate, breakers or Breakers(), PlacementPolicy(), random.Random(1))
+
+
 async def place(placer: Placer, asked: Request) -> Placement:
     hashes = await placer.hashes(asked.token_ids)
     demand = placer.demand(asked, len(asked.token_ids), wants_decode=True, hashes=hashes)
@@ -63,14 +71,14 @@ async def test_what_is_hashed_is_what_a_worker_looks_for(num_tokens: int) -> Non
     computed.publish(pool)
     asking = Sequence("t", list(range(num_tokens)), num_tokens, SAMPLING, LAYOUT.block_size)
     asking.take_prefix(pool)
-    hashes = await Placer(table, PlacementPolicy(), random.Random(1)).hashes(asking.token_ids)
+    hashes = await placer_of(table).hashes(asking.token_ids)
     assert len(hashes) * LAYOUT.block_size == asking.num_cached_tokens
     assert set(hashes) <= set(pool.findable())
 
 
 async def test_only_tokens_that_have_to_be_computed_are_load() -> None:
     table, clock = two_pools()
-    placer = Placer(table, PlacementPolicy(), random.Random(1))
+    placer = placer_of(table)
     hashes = await placer.hashes(PROMPT)
     for name, num_blocks in (("p1", 7), ("d1", 3)):
         dump = CacheChanges(1, hashes[:num_blocks], begins_dump=True, ends_dump=True)
@@ -88,9 +96,27 @@ async def test_only_tokens_that_have_to_be_computed_are_load() -> None:
     assert (found(table, "d1").num_free_blocks, found(table, "d1").releases) == (100, ())
 
 
+async def test_who_fails_again_and_again_gets_nothing_and_then_one_try() -> None:
+    table, _ = two_pools()
+    breakers = Breakers(BreakerPolicy(open_s=3600.0))
+    placer, p0 = placer_of(table, breakers), WorkerId("p0", "e1")
+    for _ in range(5):
+        breakers.failed(p0, time.monotonic())
+    for _ in range(20):
+        placement = await place(placer, request())
+        assert placement.prefill is not None and placement.prefill.id.name == "p1"
+    later = time.monotonic() + 3601.0
+    assert breakers.avoided(later) == set()
+    table.set_draining("p1", True)
+    placement = await place(placer, request())
+    assert placement.prefill is not None and placement.prefill.id == p0  # there is no other
+    breakers.placed(p0, later)
+    assert breakers.avoided(later) == {p0}
+
+
 async def test_a_session_comes_back_to_its_workers() -> None:
     table, _ = two_pools()
-    placer = Placer(table, PlacementPolicy(), random.Random(1))
+    placer = placer_of(table)
     asked = request(session_id="s")
     first = await place(placer, asked)
     placer.dispatch(asked, first, len(PROMPT)).end()

@@ -138,6 +138,14 @@ def test_limits_of_decode_are_its_sequences_and_its_blocks() -> None:
     assert not placed([measured("b", B, num_active=8, max_running=8)], demand()).is_within_limits
 
 
+def test_a_prompt_that_fills_a_cache_has_room_in_an_empty_one() -> None:
+    """It needs 63 blocks, and one more for its answer only if that fills its last one."""
+    filling = replace(demand(), num_blocks=64, num_blocks_in_all=63)
+    for num_free, has_room in ((63, True), (62, False)):
+        fleet = [measured("b", B, num_blocks=63, num_free_blocks=num_free)]
+        assert placed(fleet, filling).is_within_limits is has_room
+
+
 def test_before_speeds_are_known_limits_are_of_tokens() -> None:
     for queued, is_within in ((65536, True), (65537, False)):
         fleet = [worker("p", P, queued=queued, blocks=1000), worker("d", D, blocks=1000, free=1000)]

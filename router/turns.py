@@ -1,0 +1,49 @@
+"""A request before the gate: what it asks for, its turn while it waits, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from router.dispatch import Dispatch
+from router.fair_queue import Charge, Waiting
+from router.placement import Placement, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as far as admission goes. `find` places it on others than those held, or raises NoWorker; `dispatch`
+    counts its load. Between the two nothing is awaited."""
+
+    tenant: str
+    priority: int
+    num_prompt_tokens: int
+    max_tokens: int  # of each answer
+    deadline_at: float | None
+    find: Callable[[Collection[WorkerId]], Placement]
+    dispatch: Callable[[Placement], Dispatch]
+    num_answers: int = 1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Turn(Waiting):
+    ask: Ask
+    ended: asyncio.Future[Admitted]
+    ttft_s: float = 0.0  # as predicted when it was last looked at
+    no_worker_at: float | None = None  # since when none fits it
+
+    def as_small(self, others: Iterable[Turn]) -> Turn | None:
+        """One of the others that asks for no more than this: if there is no room for that, there is none for this."""
+        prompt, most = self.ask.num_prompt_tokens, self.ask.max_tokens
+        return next((o for o in others if o.ask.num_prompt_tokens <= prompt and o.ask.max_tokens <= most), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """`dispatch` is the caller's to end. `wait_s`: how long it waited. It leads back to nothing that waits."""
+
+    placement: Placement
+    dispatch: Dispatch
+    wait_s: float
+    charge: Charge

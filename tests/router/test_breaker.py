@@ -1,0 +1,141 @@
+"""Circuit breakers and the retry budget: tables over time, and bounds under any sequence of events."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.breaker import BreakerPolicy, Breakers, BreakerState
+from router.placement import WorkerId
+from router.retry_budget import RetryBudget, RetryPolicy
+
+W, V = WorkerId("w", "e1"), WorkerId("v", "e1")
+POLICY = BreakerPolicy(window=10, window_s=30.0, min_failures=3, open_s=2.0, max_open_s=7.0)
+
+
+def breakers(outcomes: str, worker: WorkerId = W, every_s: float = 0.0) -> Breakers:
+    """`x` failed, `.` went well."""
+    made = Breakers(POLICY)
+    for index, outcome in enumerate(outcomes):
+        (made.failed if outcome == "x" else made.succeeded)(worker, index * every_s)
+    return made
+
+
+@pytest.mark.parametrize(
+    "outcomes, every_s, is_open",
+    [
+        ("xx", 0.0, False),
+        ("xxx", 0.0, True),
+        ("...x.x.x", 0.0, True),  # what went well before anything failed is not remembered
+        ("x...x.x", 0.0, False),  # fewer than half
+        ("x..x.x", 0.0, True),
+        ("x.........xxx", 0.0, False),  # three of the last ten
+        ("x.........xxxxx", 0.0, True),
+        ("xxx", 16.0, False),  # in 32 s
+        ("xxx", 15.0, True),
+    ],
+)
+def test_opens_for_who_fails_often(outcomes: str, every_s: float, is_open: bool) -> None:
+    made, now = breakers(outcomes, every_s=every_s), every_s * (len(outcomes) - 1)
+    assert made.avoided(now) == ({W} if is_open else set())
+    assert made.state(W, now) is (BreakerState.OPEN if is_open else BreakerState.CLOSED)
+    assert made.state(V, now) is BreakerState.CLOSED
+
+
+def test_one_try_at_a_time_and_closes_when_it_goes_well() -> None:
+    made = breakers("xxx")
+    assert (made.avoided(1.99), made.avoided(2.0)) == ({W}, set())
+    assert made.state(W, 2.0) is BreakerState.HALF_OPEN
+    made.placed(W, 2.5)
+    assert made.avoided(2.5) == {W}  # until it is known how it went
+    made.succeeded(W, 3.0)
+    assert made.avoided(3.0) == set() and made.state(W, 3.0) is BreakerState.CLOSED
+    made.failed(W, 3.1)
+    made.failed(W, 3.2)
+    assert made.avoided(3.2) == set()  # it starts anew
+
+
+def test_is_open_twice_as_long_after_each_try_that_fails_up_to_the_longest() -> None:
+    made, now, open_s = breakers("xxx"), 0.0, 2.0
+    for expected in (4.0, 7.0, 7.0):
+        now += open_s
+        assert made.avoided(now) == set()
+        made.placed(W, now)
+        made.failed(W, now)
+        open_s = expected
+        assert (made.avoided(now + open_s - 0.01), made.avoided(now + open_s)) == ({W}, set())
+
+
+def test_try_of_which_nothing_is_heard_is_followed_by_another() -> None:
+    """A client may leave before it is known."""
+    made = breakers("xxx")
+    made.placed(W, 2.0)
+    assert (made.avoided(3.9), made.avoided(4.0)) == ({W}, set())
+
+
+def test_what_was_under_way_when_it_opened_says_nothing() -> None:
+    made = breakers("xxx")
+    made.succeeded(W, 0.5)
+    made.failed(W, 0.6)
+    assert (made.avoided(1.9), made.avoided(2.0)) == ({W}, set())
+
+
+def test_nothing_placed_there_while_it_is_open_is_a_try() -> None:
+    """There may have been no other."""
+    made = breakers("xxx")
+    made.placed(W, 1.0)
+    made.succeeded(W, 1.5)
+    assert made.avoided(1.5) == {W}
+
+
+def test_restarted_worker_is_another() -> None:
+    assert breakers("xxx").state(WorkerId("w", "e2"), 0.0) is BreakerState.CLOSED
+
+
+def test_workers_of_long_ago_are_forgotten() -> None:
+    made = breakers("xxx")
+    made.failed(V, 37.0)
+    assert set(made._breakers) == {W, V}
+    made.failed(WorkerId("u", "e1"), 37.1)
+    assert set(made._breakers) == {V, WorkerId("u", "e1")} and made.avoided(37.1) == set()
+
+
+def test_budget_has_a_floor_a_share_and_one_for_each_that_runs() -> None:
+    policy = RetryPolicy(window_s=10.0, share=0.2, floor=3)
+    budget = RetryBudget(policy)
+    assert [budget.take(0, 0.0) for _ in range(4)] == [True] * 3 + [False]
+    for _ in range(20):
+        budget.requested(1.0)
+    assert [budget.take(0, 1.0) for _ in range(5)] == [True] * 4 + [False]
+    assert [budget.take(2, 1.0) for _ in range(3)] == [True] * 2 + [False]
+    assert not budget.take(2, 9.0)
+    assert [budget.take(0, 12.5) for _ in range(4)] == [True] * 3 + [False]  # nothing of it is left
+
+
+def test_death_of_a_worker_that_all_run_on_is_within_the_budget() -> None:
+    budget = RetryBudget()
+    for _ in range(500):
+        budget.requested(0.0)
+    assert all(budget.take(500, 60.0) for _ in range(500))  # long after they came
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0, 4.0]), st.booleans()), max_size=200), st.randoms())
+def test_budget_is_never_exceeded(events: list[tuple[float, bool]], rng: random.Random) -> None:
+    """In any ten seconds, for a window that is exact to a tenth."""
+    budget, now = RetryBudget(RetryPolicy(window_s=10.0, share=0.2, floor=3)), 0.0
+    requests, retries = list[float](), list[float]()
+    for elapsed_s, is_request in events:
+        now += elapsed_s
+        if is_request:
+            budget.requested(now)
+            requests.append(now)
+        elif budget.take(2, now):
+            retries.append(now)
+            recent = sum(at > now - 9 for at in retries)
+            assert recent <= 3 + 2 + 0.2 * sum(at > now - 11 for at in requests)
+    assert Counter(requests).total() == sum(is_request for _, is_request in events)

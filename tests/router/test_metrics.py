@@ -1,0 +1,41 @@
+"""What Prometheus sees of admission."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.breaker import Breakers
+from router.metrics import QueueCollector, WorkersCollector
+from router.placement import Role, WorkerId
+from router.workers import WorkerTable
+from tests.router.test_workers import READY, profile
+
+
+def exported(collector: WorkersCollector | QueueCollector) -> set[str]:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return {line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")}
+
+
+def test_queue_by_priority() -> None:
+    counts = [(0, 0)] * 10
+    counts[5], counts[9] = (3, 1200), (1, 40)
+    lines = exported(QueueCollector(lambda: counts))
+    assert len(lines) == 20
+    assert lines >= {
+        'pdserve_router_queued_requests{priority="5"} 3.0',
+        'pdserve_router_queued_tokens{priority="5"} 1200.0',
+        'pdserve_router_queued_requests{priority="9"} 1.0',
+        'pdserve_router_queued_tokens{priority="0"} 0.0',
+    }
+
+
+def test_breakers_by_worker() -> None:
+    table, breakers = WorkerTable("t1"), Breakers()
+    for name in ("p", "q"):
+        table.register(profile(name, Role.PREFILL), READY)
+    for _ in range(5):
+        breakers.failed(WorkerId("q", table.workers()[1].profile.id.epoch), 1e9)
+    lines = exported(WorkersCollector(table, breakers))
+    assert 'pdserve_router_breaker_state{worker="p"} 0.0' in lines
+    assert 'pdserve_router_breaker_state{worker="q"} 2.0' in lines
