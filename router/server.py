@@ -21,6 +21,7 @@ from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import kserve_pb2_grpc, workers_pb2_grpc
+from protos.caller import Authenticator
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.tls import server_context
@@ -78,11 +79,18 @@ async def serve_router(config: RouterConfig) -> None:
 class Router:
     """`async with Router(config, card) as router:` serves at `router.address` inside, and has closed all behind."""
 
-    def __init__(self, config: RouterConfig, card: ModelCard, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        card: ModelCard,
+        rng: random.Random | None = None,
+        authenticator: Authenticator | None = None,
+    ) -> None:
+        """`authenticator` knows the keys of users, if it is not the file that the configuration names."""
         self._config = config
         secret = config.security.secret()
         self._links = Links(config.security.credentials(secret))
-        keys = KeyFile(config.keys_file) if config.keys_file else None  # of every door
+        keys = KeyFile(config.keys_file) if config.keys_file else authenticator  # of every door
         self.guard = Guard(secret, keys)
         self.table = WorkerTable(card.tokenizer_digest)
         relay = Relay(self.table, self._links, config.relay, rng, config.placement)

@@ -60,9 +60,9 @@ async def test_completion_is_that_of_a_plain_loop(
         reference = tiny_moe.logprobs(PROMPT, expected)
         wanted = [float(row[token]) for row, token in zip(reference, expected, strict=True)]
         assert told.token_logprobs == pytest.approx(wanted, abs=1e-3)
-        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        assert answer.usage is not None and (details := answer.usage.prompt_tokens_details) is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (37, 12)
-    assert answer.usage.prompt_tokens_details.cached_tokens == 32  # two whole blocks of the first time's
+    assert details.cached_tokens == 32  # two whole blocks of the first time's
 
 
 async def test_streamed_chats_at_once(client: openai.AsyncOpenAI, tiny_moe: TinyModel, tokenizer: Tokenizer) -> None:

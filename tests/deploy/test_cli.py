@@ -210,5 +210,6 @@ def test_up_passes_on_what_it_does_not_decide_itself() -> None:
     of_worker = {option.name for option in cli.commands["worker"].params}
     trust = {"tls_cert", "tls_key", "tls_ca", "tls_peer_name", "require_client_cert", "secret_file", "insecure"}
     assert trust <= {option.name for option in cli.commands["up"].params}
-    of_process = {"drain_s", "metrics_host", "log_level", "log_format", "faults"}  # a fault plan is inherited
-    assert passed_on == of_worker - decided - trust - of_process
+    of_process = {"drain_s", "metrics_host", "log_level", "log_format"}
+    inherited = {"faults", "otlp_endpoint"}  # with the environment
+    assert passed_on == of_worker - decided - trust - of_process - inherited
