@@ -159,7 +159,7 @@ class AnswerBody(Part):
             stop=self.stop,
             logit_bias=self.logit_bias,
             prompt_logprobs=prompt_logprobs,
-            json_schema=self.response_format,
+            **({} if self.response_format is None else {"json_schema": self.response_format}),
         )
 
 

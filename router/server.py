@@ -6,7 +6,9 @@ import asyncio
 import gc
 import logging
 import random
+import secrets
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +37,12 @@ from router.metrics import WorkersCollector
 from router.openai_server import OpenAIDoor
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
+from router.redis_store import RedisStore
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
+from router.shared_table import SharedWorkers
+from router.sharing import Sharing
+from router.store import MemoryStore, Store
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -98,7 +104,8 @@ class Router:
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
         self._server.add_handlers(SERVICE, self.inference.handlers())
-        self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
+        registrations = WorkersService(self.table, self._links, self._routers)
+        self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, registrations)
         self._pools = PoolsService(self.table, card.name, self.inference)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
         self._kserve = KServeService(self.inference, card, self._is_ready)
@@ -109,6 +116,7 @@ class Router:
         self._http = (
             None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port, context)
         )
+        self._sharing: Sharing | None = None
         self._stack = AsyncExitStack()
 
     @property
@@ -136,6 +144,7 @@ class Router:
                 stack.push_async_callback(self._http.stop)
             watching = asyncio.create_task(self._look_after())
             stack.push_async_callback(_ended, watching)
+            self._share(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -170,6 +179,20 @@ class Router:
             server = serve_metrics(host, self._config.metrics_port)
             stack.callback(server.close)
             self._pools.metrics_address = server.address
+
+    def _share(self, stack: AsyncExitStack) -> None:
+        url = self._config.store
+        store: Store = RedisStore(url, self._config.store_namespace) if url else MemoryStore()
+        stack.push_async_callback(store.close)
+        router_id = f"{self.address}-{secrets.token_hex(4)}"
+        self._sharing = Sharing(store, router_id, self.address, SharedWorkers(self.table))
+        self._pools.decided = self._sharing.decided
+        stack.push_async_callback(self._sharing.leave)
+        sharing = asyncio.create_task(self._sharing.run())
+        stack.push_async_callback(_ended, sharing)
+
+    def _routers(self) -> Sequence[str]:
+        return [] if self._sharing is None else self._sharing.addresses
 
     def _is_ready(self) -> bool:
         return can_serve(self.table.snapshot())
