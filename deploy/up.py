@@ -85,7 +85,7 @@ def _how_to_curl(http_address: str) -> str:
     """Nothing without HTTP."""
     if not http_address:
         return ""
-    question = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
+    question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     return f"""
 Clients of OpenAI's API take http://{http_address}/v1 as their base URL:
 

@@ -59,6 +59,8 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["up", "--prefill", "-1"], "-1 is not in the range x>=0"),
         (["up", "--port", "99999"], "99999 is not in the range 0<=x<=65535"),
         (["status", "--router", "127.0.0.1"], "'127.0.0.1' is not of the form HOST:PORT"),
+        (["up", "--http-port", "65536"], "'65536' is neither off nor a port from 0 to 65535"),
+        (["router", "--http-port", "-1"], "'-1' is neither off nor a port"),
         (["up", "--num-blocks", "9", "--kv-cache-gb", "1"], "--num-blocks and --kv-cache-gb set the same thing"),
         (["worker", "--kv-cache-gb", "1", "--num-blocks", "9"], "--num-blocks and --kv-cache-gb set the same thing"),
         (["up", "--max-context", "1"], "1 is not in the range x>=2"),
@@ -196,6 +198,21 @@ def test_up_counts(arguments: list[str], counts: tuple[int, int, int]) -> None:
     context = cli.commands["up"].make_context("up", arguments)
     config = cluster_config(context, context.params)
     assert (config.num_prefill, config.num_decode, config.num_colocated) == counts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "http_port", "of_router"),
+    [
+        ([], 8080, []),
+        (["--http-port", "0"], 0, []),
+        (["--http-port", "off", "--no-kserve"], None, ["--no-kserve"]),
+    ],
+)
+def test_up_opens_the_doors_it_is_told_to(arguments: list[str], http_port: int | None, of_router: list[str]) -> None:
+    context = cli.commands["up"].make_context("up", list(arguments))
+    config = cluster_config(context, context.params)
+    assert config.http_port == http_port
+    assert [each for each in config.router_arguments if "kserve" in each] == of_router
 
 
 def test_fault_plan_of_the_environment_is_read_before_anything_else() -> None:
