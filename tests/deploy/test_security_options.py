@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from deploy import security_options
 from deploy.cli import cli
-from deploy.security_options import as_arguments, taken_from
+from deploy.security_options import as_arguments, of_callers, taken_from
 from deploy.worker_config import WorkerConfig
 from protos.security import Exposed, Security
 from protos.tls import TlsFiles
@@ -125,6 +125,13 @@ def test_a_cluster_that_would_be_exposed_does_not_start() -> None:
 @pytest.mark.parametrize("is_worker", [False, True])
 def test_a_child_process_is_told_the_same(security: Security, is_worker: bool) -> None:
     assert taken_from(settings_of(*as_arguments(security)), is_worker=is_worker) == security
+
+
+def test_people_are_told_how_to_call_what_they_started() -> None:
+    assert of_callers(Security(), asks_for_keys=False) == []
+    assert of_callers(Security(tls=CERTS), asks_for_keys=True) == ["--tls-ca", "ca.pem", "--api-key-file", "FILE"]
+    public = Security(tls=TlsFiles(CERTS.cert, CERTS.key))
+    assert of_callers(public, asks_for_keys=False) == ["--tls"]
 
 
 def test_a_worker_that_knows_an_authority_asks_callers_for_its_certificates() -> None:
