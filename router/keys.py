@@ -71,7 +71,7 @@ class KeyFile:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.casefold() != KEY_SCHEME.casefold() or not key.strip():
             raise Unauthenticated(
-                "an API key is needed: `authorization: Bearer KEY`, or --api-key-file on the command line"
+                "an API key is needed: `authorization: Bearer KEY`; --api-key-file on the command line"
             )
         entry = self._entries.value.get(_sha256(key.strip()))
         if entry is None:
