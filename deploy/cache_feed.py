@@ -46,7 +46,12 @@ class CacheFeed:
         self._wants_dump = True
         self._dump = None
         self._pending.clear()
-        self._pool.on_change = None
+        self.close()
+
+    def close(self) -> None:
+        """It listens no longer, unless another dump begins."""
+        if self._changed in self._pool.on_change:
+            self._pool.on_change.remove(self._changed)
 
     def next(self) -> CacheNews | None:
         """What is to be said next; None if nothing is."""
@@ -68,7 +73,7 @@ class CacheFeed:
         if begins:
             self._wants_dump = False
             self._dump = self._pool.findable()
-            self._pool.on_change = self._changed
+            self._pool.on_change.append(self._changed)
         left = self._dump or []
         part = left[-self._max_hashes :]
         del left[-self._max_hashes :]

@@ -17,6 +17,7 @@ from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.placement_options import placement_options, take_policy
 from deploy.process import follow_parent
+from deploy.store_options import store_options
 from deploy.tracing import otlp_option, traced
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def up(context: click.Context, /, **settings: Any) -> None:
 
 @cli.command()
 @options.model_option
-@options.router_option
+@options.routers_option
 @click.option("--role", type=click.Choice(options.ROLES), default="both", show_default=True, help="Where it starts.")
 @options.host_option
 @click.option("--port", type=options.PORT, default=0, show_default=True, help="0 takes any that is free.")
@@ -153,6 +154,7 @@ def worker(log_level: str, log_format: str, **settings: Any) -> None:
 @router_options.admission_options
 @placement_options
 @options.drain_option
+@store_options
 @security_options.serving_options
 @security_options.keys_option
 @options.log_options

@@ -50,6 +50,7 @@ class ClusterConfig:
     worker_arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     connect: Callable[[str], PdserveClient] = PdserveClient
+    flags_of_callers: Sequence[str] = ()  # for the commands that call this cluster, as people are told
     start_timeout_s: float = 300.0
     stop_grace_s: float = 40.0
 

@@ -77,6 +77,10 @@ model_option = setting(
 )
 
 
+def _hosts_and_ports(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    return ",".join(_host_and_port(context, parameter, each.strip()) for each in value.split(","))
+
+
 def _host_and_port(context: click.Context, parameter: click.Parameter, value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
@@ -105,6 +109,17 @@ router_option = click.option(
     show_default=True,
     show_envvar=True,
     help="Where the router is.",
+)
+routers_option = click.option(
+    "--router",
+    "router_address",
+    metavar="HOST:PORT,...",
+    callback=_hosts_and_ports,
+    default=DEFAULT_ROUTER,
+    envvar="PDSERVE_ROUTER",
+    show_default=True,
+    show_envvar=True,
+    help="Where routers are. One of them tells of the others that share its --store.",
 )
 log_options = group_of(
     setting("--log-level", type=click.Choice(LEVELS), default="info", help="What is said on stderr."),

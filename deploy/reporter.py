@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
@@ -25,7 +26,7 @@ _RETRY_S = 0.5
 
 
 class Reporter:
-    """`run` lasts as long as the worker. A router that is away is waited for; one that refuses this worker ends it."""
+    """To one router. `run` lasts as long as the worker. One that is away is waited for; its refusal ends this."""
 
     def __init__(
         self,
@@ -34,18 +35,21 @@ class Reporter:
         load: Callable[[], workers_pb2.WorkerLoad],
         feed: CacheFeed,
         credentials: Credentials | None = None,
+        told: Callable[[Sequence[str]], None] = lambda addresses: None,
     ) -> None:
+        """`told` is called with the addresses of all routers, as often as this one tells them, and when it is away."""
         self._router_address = router_address
         self._hello = hello
         self._load = load
         self._feed = feed
         self._credentials = credentials
+        self._told = told
         self._is_away = False
         self._was_registered = False
 
     async def run(self) -> None:
         """Raises the router's refusal (another model, another layout), which no retry would change."""
-        async with open_channel(self._router_address, self._credentials) as channel:
+        async with open_channel(self._router_address, self._credentials) as channel, _closed(self._feed):
             stub = workers_pb2_grpc.WorkersStub(channel)
             while True:
                 try:
@@ -57,6 +61,7 @@ class Reporter:
                     if not self._is_away:
                         logger.info("router %s is away (%s); waiting for it", self._router_address, refusal)
                 self._is_away = True
+                self._told(())
                 await asyncio.sleep(_RETRY_S)
 
     def _may_be_known_again(self, refusal: ServiceError) -> bool:
@@ -69,6 +74,8 @@ class Reporter:
             self._is_away, self._was_registered = False, True
             if command.HasField("set_role"):
                 self._hello.role = command.set_role
+            if command.routers:
+                self._told(command.routers)
             if command.dump_cache:
                 self._feed.dump()
 
@@ -85,6 +92,14 @@ class Reporter:
                 load, reported_at = current, time.monotonic()
                 yield workers_pb2.WorkerReport(load=load, cache=None if news is None else _message(news))
             await asyncio.sleep(_LOOK_S if news is None else _PAUSE_S)
+
+
+@asynccontextmanager
+async def _closed(feed: CacheFeed) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        feed.close()
 
 
 def _message(news: CacheNews) -> workers_pb2.CacheChanges:

@@ -101,6 +101,15 @@ def as_arguments(security: Security) -> list[str]:
     return arguments + ["--insecure"] * security.insecure
 
 
+def of_callers(security: Security, *, asks_for_keys: bool) -> list[str]:
+    """What people have to say to call a router that is secured like this; in capitals what they have themselves."""
+    flags: list[str] = []
+    if tls := security.tls:
+        flags += _given({"--tls-ca": tls.ca, "--tls-peer-name": tls.peer_name}) or ["--tls"]
+        flags += ["--tls-cert", "PEM", "--tls-key", "PEM"] * tls.require_client_cert
+    return flags + ["--api-key-file", "FILE"] * asks_for_keys
+
+
 def router_access(command: F) -> F:
     """For a command that calls the router: --router, and a `connect` that shows the key there. Never a key as argument:
     every user of a machine sees those."""
@@ -138,9 +147,6 @@ def _api_key(path: Path | None) -> str:
     key = key.strip()
     if path is not None and not key:
         raise click.BadParameter(f"{path} is empty", param_hint="--api-key-file")
-    if not key.isascii() or not key.isprintable() or " " in key:  # gRPC would quote it in its refusal
-        source = KEY_VARIABLE if path is None else str(path)
-        raise click.UsageError(f"{source} does not hold an API key: it has spaces, or characters that no key has")
     return key
 
 

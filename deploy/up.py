@@ -41,6 +41,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
             *(["--keys-file", str(keys_file)] if keys_file else []),
         ],
         worker_arguments=[*options.of_worker(context), *drain, *of_worker],
+        flags_of_callers=security_options.of_callers(security, asks_for_keys=keys_file is not None),
         connect=partial(PdserveClient, tls=security.tls, secret=security.secret(), insecure=security.insecure),
         stop_grace_s=settings["drain_s"] + 10,
     )
@@ -69,7 +70,8 @@ def prepare_model(name: str) -> None:
 
 def how_to_call(cluster: LocalCluster) -> str:
     address = cluster.router_address
-    router = "" if address == options.DEFAULT_ROUTER else f" --router {address}"
+    flags = [] if address == options.DEFAULT_ROUTER else ["--router", address]
+    router = "".join(f" {text}" for text in (*flags, *cluster.config.flags_of_callers))
     return f"""
 {cluster.config.model} is served at {address}. In another terminal:
 
@@ -85,7 +87,7 @@ def _how_to_curl(http_address: str) -> str:
     """Nothing without HTTP."""
     if not http_address:
         return ""
-    question = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
+    question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     return f"""
 Clients of OpenAI's API take http://{http_address}/v1 as their base URL:
 

@@ -18,6 +18,7 @@ from deploy import worker_metrics
 from deploy.cache_feed import CacheFeed
 from deploy.drafting import draft_planner
 from deploy.fault_seams import FaultySeams, Seams
+from deploy.registrations import Registrations, Told
 from deploy.reporter import Reporter
 from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.step_meter import StepMeter
@@ -153,13 +154,17 @@ class Worker:
             metrics_address = self._watch(stack)
             await self._server.start()
             stack.push_async_callback(self._close)
-            hello, feed = self._hello(metrics_address), CacheFeed(self._pool)
-            reporter = Reporter(self._config.router_address, hello, self._load, feed, self._credentials)
+            hello = self._hello(metrics_address)
+
+            def reporter(address: str, told: Told) -> Reporter:
+                return Reporter(address, hello, self._load, CacheFeed(self._pool), self._credentials, told)
+
+            registrations = Registrations(self._config.router_address.split(","), reporter)
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(_without_end(self._engine.run(), "the engine")),
                     tasks.create_task(self._decode.receiver.run()),
-                    tasks.create_task(reporter.run()),
+                    tasks.create_task(registrations.run()),
                 ]
                 logger.info("worker %s serves at %s", self._worker_id, self._server.address)
                 await drain_on_signal(self._drain)

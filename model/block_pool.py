@@ -43,7 +43,7 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, known: Sequence[Block
 class BlockPool:
     """`on_release` is called whenever references were given back: somebody may be waiting for blocks.
 
-    `on_change`, if there is one, is told each hash that becomes findable (True) or ceases to be (False).
+    Each of `on_change` is told each hash that becomes findable (True) or ceases to be (False).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -51,7 +51,7 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}; a pool needs at least 1")
         self.num_blocks = num_blocks
         self.on_release: Callable[[], None] = lambda: None
-        self.on_change: Callable[[BlockHash, bool], None] | None = None
+        self.on_change: list[Callable[[BlockHash, bool], None]] = []
         self._references = [0] * num_blocks
         self._generations = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
@@ -121,8 +121,8 @@ class BlockPool:
         if self._hash_of[block_id] is None and block_hash not in self._block_of:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
-            if self.on_change is not None:
-                self.on_change(block_hash, True)
+            for told in self.on_change:
+                told(block_hash, True)
 
     def match_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The longest run of cached blocks from the start, each with one more reference for the caller."""
@@ -171,5 +171,5 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block_id] = None
-            if self.on_change is not None:
-                self.on_change(block_hash, False)
+            for told in self.on_change:
+                told(block_hash, False)

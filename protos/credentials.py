@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import TypeAlias
 
 from protos.errors import FailedPrecondition
@@ -12,6 +13,7 @@ from protos.tls import TlsFiles
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 AUTHORIZATION = "authorization"
+_KEY = re.compile(r"[!-~]*")
 KEY_SCHEME, SECRET_SCHEME = "Bearer", "Cluster"
 
 
@@ -28,7 +30,10 @@ class Credentials:
         *,
         insecure: bool = False,
     ) -> None:
-        """Raises OSError or TlsFilesUnusable, naming the file; later, what was read before holds on."""
+        """Raises OSError or TlsFilesUnusable, naming the file; later, what was read before holds on. ValueError for
+        what cannot be a key: gRPC would repeat it in its own error."""
+        if not _KEY.fullmatch(api_key):
+            raise ValueError("the API key has spaces, or characters that no key has: look where it came from")
         self.pems = None if tls is None else tls.watch()
         self.peer_name = "" if tls is None else tls.peer_name
         self._secret = secret

@@ -14,7 +14,9 @@ _CLUSTER = Caller(key="cluster", scopes=Scope.CLUSTER | Scope.READ)
 
 
 class Guard:
-    """Without a secret, routers and workers need not show one; without an authenticator, users need no key."""
+    """Without an authenticator users need no key. Without either, routers and workers need no secret; with one alone
+    nobody is taken for a worker.
+    """
 
     def __init__(self, secret: ClusterSecret | None = None, authenticator: Authenticator | None = None) -> None:
         self._secret = secret
@@ -35,7 +37,7 @@ class Guard:
 
     def _asks(self, needed: Scope) -> bool:
         """A worker has no keys of users, so that there only the calls of the cluster are guarded."""
-        return (self._secret if needed is Scope.CLUSTER else self._authenticator) is not None
+        return self._authenticator is not None or (needed is Scope.CLUSTER and self._secret is not None)
 
     def _caller(self, needed: Scope, authorization: str | None) -> Caller:
         scheme, _, shown = (authorization or "").partition(" ")

@@ -270,19 +270,25 @@ class RouterCommand(_message.Message):
 
     SET_ROLE_FIELD_NUMBER: _builtins.int
     DUMP_CACHE_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
     set_role: Global___Role.ValueType
     """the first one confirms the role that the worker registered with, or had before"""
     dump_cache: _builtins.bool
     """the router has missed changes"""
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """all that live and share a store, this one first: the worker registers with each"""
+
     def __init__(
         self,
         *,
         set_role: Global___Role.ValueType | None = ...,
         dump_cache: _builtins.bool = ...,
+        routers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "set_role", b"set_role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "dump_cache", b"dump_cache", "set_role", b"set_role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_set_role", b"_set_role", "dump_cache", b"dump_cache", "routers", b"routers", "set_role", b"set_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__set_role: _TypeAlias = _typing.Literal["set_role"]  # noqa: Y015
     _WhichOneofArgType__set_role: _TypeAlias = _typing.Literal["_set_role", b"_set_role"]  # noqa: Y015

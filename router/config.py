@@ -60,6 +60,8 @@ class RouterConfig:
     metrics_port: int | None = None
     http_port: int | None = None  # of OpenAI's interface
     kserve: bool = True  # KServe's v2 gRPC, at `port` too
+    store: str = ""  # URL of the Redis that several routers share; empty: this one is alone
+    store_namespace: str = "pdserve"
     drain_s: float = 30.0  # what is running may go on for so long when the router stops
     max_prompt_bytes: int = 4 * 2**20
     relay: RelayPolicy = RelayPolicy()

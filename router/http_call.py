@@ -65,7 +65,7 @@ class Call:
 
     async def reply(self, content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """The whole answer."""
-        body = as_json(content)
+        body = as_json(content) + b"\n"
         await self._start(status, {"content-type": "application/json", "content-length": str(len(body))}, headers)
         await self._send({"type": "http.response.body", "body": body})
 

@@ -70,7 +70,9 @@ class KeyFile:
         """Raises Unauthenticated. What the time it takes tells is about a hash, which nobody can choose."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.casefold() != KEY_SCHEME.casefold() or not key.strip():
-            raise Unauthenticated("an API key is needed: send it as `authorization: Bearer KEY`")
+            raise Unauthenticated(
+                "an API key is needed: `authorization: Bearer KEY`; --api-key-file on the command line"
+            )
         entry = self._entries.value.get(_sha256(key.strip()))
         if entry is None:
             raise Unauthenticated("the API key is not known: it may have been revoked, or be cut off")

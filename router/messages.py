@@ -16,7 +16,7 @@ from router.candidate import Candidate, Role, WorkerId
 from router.card import ModelCard
 from router.profile import WorkerProfile
 from router.validation import Request
-from router.worker import DumpCache, Worker, WorkerLoad, WorkerState
+from router.worker import DumpCache, Routers, Worker, WorkerLoad, WorkerState
 
 _STATES = {
     WorkerState.READY: workers_pb2.WORKER_STATE_READY,
@@ -46,9 +46,11 @@ _LOAD_NUMBERS = (
 _HASH_BYTES = 16
 
 
-def command_message(command: Role | DumpCache) -> workers_pb2.RouterCommand:
+def command_message(command: Role | DumpCache | Routers) -> workers_pb2.RouterCommand:
     if isinstance(command, DumpCache):
         return workers_pb2.RouterCommand(dump_cache=True)
+    if isinstance(command, Routers):
+        return workers_pb2.RouterCommand(routers=command.addresses)
     return workers_pb2.RouterCommand(set_role=_ROLES[command])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -52,6 +53,22 @@ def _content(value: object) -> str:
         case list():
             return "".join(map(_part, value))
     raise ValueError("it must be a string or a list of text parts")
+
+
+def _response_format(value: object) -> str | None:
+    """The JSON schema that the answer has to match; None if any text will do."""
+    match value:
+        case None:
+            return None
+        case {"type": "text", **rest} if not rest:
+            return None
+        case {"type": "json_object", **rest} if not rest:
+            return json.dumps({"type": "object"})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **about}, **rest} if not rest:
+            if about.keys() <= {"name", "description", "strict"}:  # an answer always matches here: it is always strict
+                return json.dumps(schema)
+    known = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise ValueError(f"it must be {known}")
 
 
 def _part(part: object) -> str:
@@ -106,3 +123,41 @@ Biases: TypeAlias = Annotated[
     PlainValidator(_biases),
     _any_of({"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}),
 ]
+
+ResponseFormat: TypeAlias = Annotated[
+    str | None,
+    PlainValidator(_response_format),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"type": {"enum": ["text", "json_object"]}},
+                    "required": ["type"],
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "json_schema"},
+                        "json_schema": {
+                            "type": "object",
+                            "properties": {
+                                "name": {"type": "string"},
+                                "description": {"type": "string"},
+                                "strict": {"type": "boolean"},
+                                "schema": {"type": "object"},
+                            },
+                            "required": ["schema"],
+                            "additionalProperties": False,
+                        },
+                    },
+                    "required": ["type", "json_schema"],
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+"""Read as the JSON schema that the answer has to match."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protos import inference_pb2 as pb
 from router.openai_errors import Problem
-from router.openai_fields import Biases, Content, Integer, Prompts, Texts
+from router.openai_fields import Biases, Content, Integer, Prompts, ResponseFormat, Texts
 
 MAX_PROMPTS = 128  # of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -37,7 +37,6 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {  # and the values with which it a
     "modalities": (None, ["text"]),
     "prediction": _EMPTY,
     "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),  # without tools: both are nothing
     "tools": _EMPTY,
@@ -89,6 +88,7 @@ class AnswerBody(Part):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Biases = Field(default_factory=dict)
+    response_format: ResponseFormat = None
     prompt_cache_key: str | None = Field(None, description="Requests with the same go where their KV is.")
     top_k: Integer | None = Field(None, description="0 and -1 keep all.")
     min_p: float | None = None
@@ -100,7 +100,11 @@ class AnswerBody(Part):
     priority: Integer | None = Field(None, description="0 to 9; higher goes first. Default 5.")
     max_draft_tokens: Integer | None = Field(None, description="Tokens guessed ahead in one step, at most.")
 
-    SERVICE_NAMES: ClassVar[Mapping[str, str]] = {"request_id": "x-request-id", "session_id": "prompt_cache_key"}
+    SERVICE_NAMES: ClassVar[Mapping[str, str]] = {
+        "request_id": "x-request-id",
+        "session_id": "prompt_cache_key",
+        "json_schema": "response_format",
+    }
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -155,6 +159,7 @@ class AnswerBody(Part):
             stop=self.stop,
             logit_bias=self.logit_bias,
             prompt_logprobs=prompt_logprobs,
+            **({} if self.response_format is None else {"json_schema": self.response_format}),
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from protos import workers_pb2, workers_pb2_grpc
+from protos.caller import current_caller
 from protos.calls import Context
 from protos.errors import InvalidArgument, ServiceError
 from router.links import Links
@@ -20,15 +21,19 @@ from router.messages import (
     status_of,
 )
 from router.service import InferenceService
+from router.worker import Routers
 from router.workers import Worker, WorkerTable
 
 logger = logging.getLogger(__name__)
 
 
 class WorkersService(workers_pb2_grpc.WorkersServicer):
-    def __init__(self, table: WorkerTable, links: Links) -> None:
+    """`routers` are the addresses of all that live, this one's first."""
+
+    def __init__(self, table: WorkerTable, links: Links, routers: Callable[[], Sequence[str]] = list) -> None:
         self._table = table
         self._links = links
+        self._routers = routers
 
     async def Register(
         self, request_iterator: AsyncIterator[workers_pb2.WorkerReport], context: Context
@@ -46,6 +51,8 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         reading = asyncio.create_task(self._take_reports(worker, request_iterator))
         try:
             yield command_message(worker.role)
+            if len(routers := self._routers()) > 1:
+                yield command_message(Routers(tuple(routers)))
             while (command := await worker.commands.get()) is not None:
                 if isinstance(command, ServiceError):
                     raise command
@@ -70,13 +77,14 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
 
 
 class PoolsService(workers_pb2_grpc.PoolsServicer):
-    """`metrics_address` is the router's own, once it is known."""
+    """`metrics_address` is the router's own, once it is known. `decided` keeps what was decided, for people to read."""
 
     def __init__(self, table: WorkerTable, model_name: str, inference: InferenceService) -> None:
         self._table = table
         self._model_name = model_name
         self._inference = inference
         self.metrics_address = ""
+        self.decided: Callable[..., None] = lambda what, **details: None
         self._started_at = time.monotonic()
 
     async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
@@ -102,6 +110,7 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
         role = role_from_value(request.role, "role")
         self._table.set_role(request.worker_id, role)
         logger.info("worker %s is used for %s from now on", request.worker_id, role.name)
+        self.decided("role", worker=request.worker_id, role=str(role.name).lower(), by=current_caller.get().key)
         return workers_pb2.SetRoleResponse()
 
     async def SetDraining(
@@ -109,4 +118,6 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
     ) -> workers_pb2.SetDrainingResponse:
         self._table.set_draining(request.worker_id, request.draining)
         logger.info("worker %s is %s", request.worker_id, "drained" if request.draining else "no longer drained")
+        what = "drain" if request.draining else "no drain"
+        self.decided(what, worker=request.worker_id, by=current_caller.get().key)
         return workers_pb2.SetDrainingResponse()

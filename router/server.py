@@ -6,7 +6,9 @@ import asyncio
 import gc
 import logging
 import random
+import secrets
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
 from protos import kserve_pb2_grpc, workers_pb2_grpc
+from protos.caller import Authenticator
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.tls import server_context
@@ -36,8 +39,12 @@ from router.openai_server import OpenAIDoor
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
 from router.rate_limits import RateLimits
+from router.redis_store import RedisStore
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
+from router.shared_table import SharedWorkers
+from router.sharing import Sharing
+from router.store import MemoryStore, Store
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -80,11 +87,18 @@ async def serve_router(config: RouterConfig) -> None:
 class Router:
     """`async with Router(config, card) as router:` serves at `router.address` inside, and has closed all behind."""
 
-    def __init__(self, config: RouterConfig, card: ModelCard, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        card: ModelCard,
+        rng: random.Random | None = None,
+        authenticator: Authenticator | None = None,
+    ) -> None:
+        """`authenticator` knows the keys of users, if it is not the file that the configuration names."""
         self._config = config
         secret = config.security.secret()
         self._links = Links(config.security.credentials(secret))
-        keys = KeyFile(config.keys_file) if config.keys_file else None  # of every door
+        keys = KeyFile(config.keys_file) if config.keys_file else authenticator  # of every door
         self.guard = Guard(secret, keys)
         self.table = WorkerTable(card.tokenizer_digest)
         self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
@@ -96,7 +110,8 @@ class Router:
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
         self._server.add_handlers(SERVICE, self.inference.handlers())
-        self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, WorkersService(self.table, self._links))
+        registrations = WorkersService(self.table, self._links, self._routers)
+        self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, registrations)
         self._pools = PoolsService(self.table, card.name, self.inference)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
         self._kserve = KServeService(self.inference, card, self._is_ready)
@@ -107,6 +122,7 @@ class Router:
         self._http = (
             None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port, context)
         )
+        self._sharing: Sharing | None = None
         self._stack = AsyncExitStack()
 
     @property
@@ -135,6 +151,7 @@ class Router:
                 stack.push_async_callback(self._http.stop)
             watching = asyncio.create_task(self._look_after())
             stack.push_async_callback(_ended, watching)
+            self._share(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -169,6 +186,20 @@ class Router:
             server = serve_metrics(host, self._config.metrics_port)
             stack.callback(server.close)
             self._pools.metrics_address = server.address
+
+    def _share(self, stack: AsyncExitStack) -> None:
+        url = self._config.store
+        store: Store = RedisStore(url, self._config.store_namespace) if url else MemoryStore()
+        stack.push_async_callback(store.close)
+        router_id = f"{self.address}-{secrets.token_hex(4)}"
+        self._sharing = Sharing(store, router_id, self.address, SharedWorkers(self.table))
+        self._pools.decided = self._sharing.decided
+        stack.push_async_callback(self._sharing.leave)
+        sharing = asyncio.create_task(self._sharing.run())
+        stack.push_async_callback(_ended, sharing)
+
+    def _routers(self) -> Sequence[str]:
+        return [] if self._sharing is None else self._sharing.addresses
 
     def _is_ready(self) -> bool:
         return can_serve(self.table.snapshot())

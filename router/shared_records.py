@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.placement import Role, WorkerId
+from router.candidate import Role, WorkerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from router import metrics
-from router.placement import WorkerId
+from router.candidate import WorkerId
 from router.shared_records import Assignment, RouterRecord, SentLoad, VersionedAssignment
 from router.store import Store, StoreAway
 
@@ -42,6 +42,7 @@ class SharedTable(Protocol):
     def started_as(self, worker_id: WorkerId) -> Assignment: ...
     def assignments(self) -> Mapping[WorkerId, Assignment]: ...
     def assign(self, worker_id: WorkerId, assignment: Assignment) -> None: ...
+    def tell_routers(self, addresses: Sequence[str]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Sharing:
         self._own = RouterRecord(address, 0)
         self._put_at: float | None = None
         self._is_away = False
+        self._told = [address]
         self._strange: set[str] = set()  # records that could not be read: said once
 
     async def run(self) -> None:
@@ -92,6 +94,9 @@ class Sharing:
         now = self._clock()
         self._forget([name for name, peer in self._peers.items() if now - peer.heard_at > _GONE_S])
         self._table.set_sent_elsewhere(_summed(peer.record.loads for peer in self._peers.values()))
+        if self.addresses != self._told:
+            self._told = self.addresses
+            self._table.tell_routers(self._told)
 
     async def leave(self) -> None:
         """At an orderly end: the others need not wait until this router is gone by the clock."""

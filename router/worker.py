@@ -10,6 +10,7 @@ from protos.errors import FailedPrecondition, ServiceError
 from router.candidate import Role
 from router.dispatch import Dispatches
 from router.profile import WorkerProfile
+from router.shared_records import SentLoad
 
 
 class WorkerState(enum.Enum):
@@ -40,6 +41,13 @@ class DumpCache:
     """Asks a worker for all that is findable in its prefix cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """Tells a worker of all routers that live, this one among them: it is to register with each."""
+
+    addresses: tuple[str, ...]
+
+
 class Replaced(FailedPrecondition):
     """Another process has registered under this worker's name."""
 
@@ -56,8 +64,9 @@ class Worker:
     reported_at: float
     is_reachable: bool = True
     is_drained: bool = False  # an operator has said so
-    commands: asyncio.Queue[Role | DumpCache | ServiceError | None] = field(default_factory=asyncio.Queue)
+    commands: asyncio.Queue[Role | DumpCache | Routers | ServiceError | None] = field(default_factory=asyncio.Queue)
     dispatches: Dispatches = field(default_factory=Dispatches)
+    sent_elsewhere: SentLoad = field(default_factory=SentLoad)  # by other routers
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from router.fleet import Fleet
 from router.placement import Placement
 from router.prefix_index import PrefixIndex
 from router.profile import WorkerProfile, refuse_misfit
+from router.shared_records import SentLoad
 from router.worker import DumpCache, Replaced, Worker, WorkerLoad, WorkerState
 
 __all__ = ["Replaced", "Worker", "WorkerLoad", "WorkerState", "WorkerTable"]
@@ -141,6 +142,13 @@ class WorkerTable:
         self._stale.add(worker)
         self._tell_dispatches(worker)
         self._notify()
+
+    def sent_elsewhere(self, worker: Worker, load: SentLoad) -> None:
+        """What other routers have sent there."""
+        if worker.sent_elsewhere != load:
+            worker.sent_elsewhere = load
+            self._stale.add(worker)
+            self.on_eased()
 
     def dispatch(
         self, placement: Placement, num_tokens: int, num_blocks: int, at_most: tuple[int, int] | None = None
@@ -265,7 +273,7 @@ class WorkerTable:
         return self.state(worker) is WorkerState.READY and worker.is_reachable
 
     def _candidate(self, worker: Worker, now: float) -> Candidate:
-        load, sent = worker.load, worker.dispatches
+        load, sent, other = worker.load, worker.dispatches, worker.sent_elsewhere
         return Candidate(
             id=worker.profile.id,
             address=worker.profile.address,
@@ -273,9 +281,9 @@ class WorkerTable:
             is_ready=self._is_ready(worker),
             fingerprint=worker.fingerprint,
             num_blocks=worker.profile.num_blocks,
-            num_queued_tokens=load.queued_prefill_tokens + sent.num_unreported_tokens,
-            num_active=max(load.num_running + load.num_waiting, sent.num_decoding),
-            num_free_blocks=load.num_free_blocks - sent.num_coming_blocks,
+            num_queued_tokens=load.queued_prefill_tokens + sent.num_unreported_tokens + other.num_unreported_tokens,
+            num_active=max(load.num_running + load.num_waiting, sent.num_decoding + other.num_decoding),
+            num_free_blocks=load.num_free_blocks - sent.num_coming_blocks - other.num_coming_blocks,
             max_context_tokens=worker.profile.max_context_tokens,
             max_running=worker.profile.max_running,
             prefill_tokens_per_s=load.prefill_tokens_per_s,

@@ -90,9 +90,9 @@ test_what_is_told_is_what_is_findable = Feeding.TestCase
 def test_nothing_is_recorded_until_somebody_listens() -> None:
     pool = BlockPool(4)
     feed = CacheFeed(pool)
-    assert pool.on_change is None and feed.next() is None
+    assert not pool.on_change and feed.next() is None
     feed.dump()
-    assert pool.on_change is None
+    assert not pool.on_change
     assert feed.next() == CacheNews(1, [], begins_dump=True, ends_dump=True)
     assert feed.next() is None
     (block_id,) = pool.allocate(1)
@@ -107,7 +107,7 @@ def test_where_too_much_piles_up_a_dump_takes_its_place() -> None:
     feed.next()
     for number, block_id in enumerate(pool.allocate(4)):
         pool.publish(block_id, name(number))
-    assert pool.on_change is None  # what comes until the dump begins is in it
+    assert not pool.on_change  # what comes until the dump begins is in it
     news = feed.next()
     assert news is not None and (news.number, news.begins_dump, news.ends_dump) == (2, True, True)
     assert set(news.stored) == {name(number) for number in range(4)}

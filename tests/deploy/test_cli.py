@@ -59,6 +59,8 @@ def test_every_option_of_every_command_is_explained(command: str) -> None:
         (["up", "--prefill", "-1"], "-1 is not in the range x>=0"),
         (["up", "--port", "99999"], "99999 is not in the range 0<=x<=65535"),
         (["status", "--router", "127.0.0.1"], "'127.0.0.1' is not of the form HOST:PORT"),
+        (["up", "--http-port", "65536"], "'65536' is neither off nor a port from 0 to 65535"),
+        (["router", "--http-port", "-1"], "'-1' is neither off nor a port"),
         (["up", "--num-blocks", "9", "--kv-cache-gb", "1"], "--num-blocks and --kv-cache-gb set the same thing"),
         (["worker", "--kv-cache-gb", "1", "--num-blocks", "9"], "--num-blocks and --kv-cache-gb set the same thing"),
         (["up", "--max-context", "1"], "1 is not in the range x>=2"),
@@ -198,6 +200,21 @@ def test_up_counts(arguments: list[str], counts: tuple[int, int, int]) -> None:
     assert (config.num_prefill, config.num_decode, config.num_colocated) == counts
 
 
+@pytest.mark.parametrize(
+    ("arguments", "http_port", "of_router"),
+    [
+        ([], 8080, []),
+        (["--http-port", "0"], 0, []),
+        (["--http-port", "off", "--no-kserve"], None, ["--no-kserve"]),
+    ],
+)
+def test_up_opens_the_doors_it_is_told_to(arguments: list[str], http_port: int | None, of_router: list[str]) -> None:
+    context = cli.commands["up"].make_context("up", list(arguments))
+    config = cluster_config(context, context.params)
+    assert config.http_port == http_port
+    assert [each for each in config.router_arguments if "kserve" in each] == of_router
+
+
 def test_fault_plan_of_the_environment_is_read_before_anything_else() -> None:
     result = CliRunner().invoke(cli, ["worker"], env={"PDSERVE_FAULTS": "drop commit 1; kill at lunch 1"})
     assert result.exit_code == 2
@@ -210,8 +227,9 @@ def test_up_passes_on_what_it_does_not_decide_itself() -> None:
     of_worker = {option.name for option in cli.commands["worker"].params}
     trust = {"tls_cert", "tls_key", "tls_ca", "tls_peer_name", "require_client_cert", "secret_file", "insecure"}
     assert trust <= {option.name for option in cli.commands["up"].params}
-    of_process = {"drain_s", "metrics_host", "log_level", "log_format", "faults"}  # a fault plan is inherited
-    assert passed_on == of_worker - decided - trust - of_process
+    of_process = {"drain_s", "metrics_host", "log_level", "log_format"}
+    inherited = {"faults", "otlp_endpoint"}  # with the environment
+    assert passed_on == of_worker - decided - trust - of_process - inherited
 
 
 def test_up_passes_on_what_the_router_admits() -> None:

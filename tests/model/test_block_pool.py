@@ -24,7 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.told: set[bytes] = set()  # findable, as its changes say
-        self.pool.on_change = self.change
+        self.pool.on_change.append(self.change)
         self.holders: list[list[int]] = []  # each is one reference to each of its blocks
         self.content: dict[int, bytes] = {}  # findable blocks
         self.resting: list[int] = []  # free and findable, the next to be evicted first

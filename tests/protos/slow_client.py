@@ -26,13 +26,15 @@ def _header(name: str, value: str) -> bytes:
 class SlowClient:
     """Makes one call on one connection. Answers pings: the connection is alive."""
 
-    def __init__(self, address: str, method: str, message: bytes, window: int = WINDOW) -> None:
+    def __init__(self, address: str, method: str, message: bytes | None, window: int = WINDOW) -> None:
+        """Without a message it never gets further than the headers of its call."""
         self._address = address
         self._window = window
         names = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "a", "te": "trailers"}
         headers = b"".join(_header(*pair) for pair in (*names.items(), ("content-type", "application/grpc")))
-        body = b"\0" + len(message).to_bytes(4, "big") + message
-        self._request = frame(HEADERS, END_HEADERS, 1, headers) + frame(DATA, END_STREAM, 1, body)
+        self._request = frame(HEADERS, END_HEADERS, 1, headers)
+        if message is not None:
+            self._request += frame(DATA, END_STREAM, 1, b"\0" + len(message).to_bytes(4, "big") + message)
         self.num_bytes = 0  # of the stream
         self.headers: list[bytes] = []  # as they came: trailers are the last
         self.is_full = asyncio.Event()

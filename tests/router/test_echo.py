@@ -8,9 +8,19 @@ from protos.client import PdserveClient
 from protos.errors import NoWorker
 from protos.values import Chunk, Sampling
 from tests.router.asking import PROMPT, DieOnce, all_workers, answer
-from tests.router.fakes import FakeFleet, plain_loop, running_fleet
+from tests.router.fakes import FakeFleet, FakeTokenizer, plain_loop, running_fleet
 
 EVEN = list(range(20, 40))  # whose text is ten characters, of two tokens each
+
+
+@pytest.fixture(autouse=True)
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is half a character: an even one and an odd one behind it are a whole one."""
+
+    def token_bytes(tokenizer: FakeTokenizer, token_id: int) -> bytes:
+        return "é".encode()[token_id % 2 : token_id % 2 + 1]
+
+    monkeypatch.setattr(FakeTokenizer, "token_bytes", token_bytes)
 
 
 async def chunks_of(client: PdserveClient, prompt: list[int], n: int = 1) -> list[Chunk]:

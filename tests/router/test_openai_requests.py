@@ -116,6 +116,15 @@ def test_prompts(prompt: Any, expected: list[pb.GenerateRequest]) -> None:
     assert [each.request_id for each in asked] == ["r", "r-1"][: len(asked)]
 
 
+def test_response_formats_are_json_schemas() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"name": "A", "strict": True, "description": "of a", "schema": schema}
+    asked = chat(response_format={"type": "json_schema", "json_schema": named})
+    assert json.loads(asked.sampling.json_schema) == schema
+    assert json.loads(chat(response_format={"type": "json_object"}).sampling.json_schema) == {"type": "object"}
+    assert chat(response_format={"type": "text"}).sampling.WhichOneof("grammar") is None
+
+
 def test_what_makes_no_difference_passes() -> None:
     harmless = {
         "user": "me",
@@ -149,7 +158,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"tools": [{"type": "function"}]}, "tools", "not served"),
     ({"tools": [1], "parallel_tool_calls": True}, "tools", "not served"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not served"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "it must be"),
+    ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format", "it must be"),
+    ({"response_format": {"type": "text", "x": 1}}, "response_format", "it must be"),
+    ({"response_format": "json"}, "response_format", "it must be"),
     ({"best_of": 3}, "best_of", "not served"),
     ({"modalities": ["text", "audio"]}, "modalities", "not served"),
     ({"temperature": "1"}, "temperature", '"1"; it must be a valid number'),

@@ -61,6 +61,9 @@ async def test_workers_get_resolved_sampling_and_each_other(fleet: FakeFleet, cl
     assert {field.name for field in prefill.sampling.DESCRIPTOR.fields} - present == {
         "logprobs",
         "max_draft_tokens",
+        "json_schema",
+        "regex",
+        "lark",
     }
 
 

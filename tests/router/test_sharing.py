@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement import Role, WorkerId
+from router.candidate import Role, WorkerId
 from router.shared_records import Assignment, RouterRecord, SentLoad, VersionedAssignment
 from router.sharing import Sharing
 from router.store import MemoryStore, StoreAway
@@ -25,6 +25,7 @@ class Table:
         self.sent: dict[WorkerId, SentLoad] = {}
         self.elsewhere: Mapping[WorkerId, SentLoad] = {}
         self.assigned: dict[WorkerId, Assignment] = {A: STARTED, B: STARTED}
+        self.told: list[list[str]] = []
 
     def sent_loads(self) -> Mapping[WorkerId, SentLoad]:
         return dict(self.sent)
@@ -40,6 +41,9 @@ class Table:
 
     def assign(self, worker_id: WorkerId, assignment: Assignment) -> None:
         self.assigned[worker_id] = assignment
+
+    def tell_routers(self, addresses: Sequence[str]) -> None:
+        self.told.append(list(addresses))
 
 
 class MovableStore(MemoryStore):
@@ -147,6 +151,7 @@ async def test_one_that_leaves_in_order_is_gone_at_once() -> None:
     await routers.sharing[0].leave()
     await routers.sharing[1].exchange()
     assert routers.sharing[1].addresses == ["10.0.0.1:8500"]
+    assert routers.tables[1].told == [["10.0.0.1:8500", "10.0.0.0:8500"], ["10.0.0.1:8500"]]  # once each
 
 
 async def test_an_assignment_reaches_all_and_those_who_come_later() -> None:

@@ -1,0 +1,123 @@
+"""Two routers over one Redis: workers find both, both agree, and neither ends with the other, or with the store."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest_asyncio
+
+from deploy.local import LocalCluster
+from deploy.process import ChildProcess, Command
+from protos.client import PdserveClient
+from protos.errors import ServiceError
+from protos.values import Status
+from tests.cluster.asking import Answered
+from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config
+from tests.cluster.tiny_model import TinyModel
+from tests.router.redis_server import RedisServer
+from tests.router.test_server import free_port
+
+NUM_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`first` is the router that the workers were given; `second` they learn of."""
+
+    cluster: LocalCluster
+    redis: RedisServer
+    first: PdserveClient
+    second: PdserveClient
+    second_process: ChildProcess
+
+
+@pytest_asyncio.fixture
+async def pair(tiny_moe: TinyModel, tmp_path: Path) -> AsyncIterator[Pair]:
+    with RedisServer() as redis:
+        arguments = ("--store", redis.url)
+        async with (
+            LocalCluster(timed_config(tiny_moe, tmp_path, num_prefill=1, router_arguments=arguments)) as cluster,
+            second_router(tiny_moe, tmp_path, arguments) as (process, address),
+            PdserveClient(cluster.router_address) as first,
+            PdserveClient(address) as second,
+        ):
+            await until(
+                second, lambda status: {w.state for w in status.workers} == {"ready"} and len(status.workers) == 3
+            )
+            yield Pair(cluster, redis, first, second, process)
+
+
+@asynccontextmanager
+async def second_router(
+    model: TinyModel, folder: Path, arguments: tuple[str, ...]
+) -> AsyncIterator[tuple[ChildProcess, str]]:
+    port = free_port()
+    start = (sys.executable, "-P", "-m", "deploy.cli", "router", "--model", str(model.folder), "--port", str(port))
+    root = str(Path(__file__).resolve().parents[2])
+    command = Command("second", (*start, "--http-port", "off", *arguments), folder / "second.log", {"PYTHONPATH": root})
+    process = await ChildProcess.start(command)
+    try:
+        yield process, f"127.0.0.1:{port}"
+    finally:
+        await process.stop(10.0)
+        assert "Traceback" not in command.log_path.read_text()
+
+
+async def until(client: PdserveClient, holds: Callable[[Status], bool]) -> None:
+    async with asyncio.timeout(40):
+        while True:
+            try:
+                if holds(await client.get_status(deadline_s=5)):
+                    return
+            except ServiceError:  # it is starting
+                pass
+            await asyncio.sleep(0.05)
+
+
+def roles(status: Status) -> dict[str, str]:
+    return {worker.worker_id: worker.role for worker in status.workers}
+
+
+async def answers_of(client: PdserveClient, seed: int) -> None:
+    asked = prompts(6, range(20, 200), seed=seed)
+    check(asked, await asyncio.gather(*await ask_all(client, asked, NUM_TOKENS)))
+
+
+def check(asked: list[list[int]], answers: list[Answered]) -> None:
+    for prompt, answered in zip(asked, answers, strict=True):
+        assert answered.token_ids == expected(prompt, NUM_TOKENS)
+
+
+async def test_two_routers_agree_and_outlive_each_other_and_their_store(pair: Pair) -> None:
+    await asyncio.gather(answers_of(pair.first, 1), answers_of(pair.second, 2))
+
+    await pair.second.set_role("decode-1", "both")  # what one is told, both do
+    await until(pair.first, lambda status: roles(status)["decode-1"] == "both")
+    await pair.first.set_draining("decode-0", draining=True)
+    await until(pair.second, lambda status: {w.worker_id: w.state for w in status.workers}["decode-0"] == "draining")
+    await pair.second.set_draining("decode-0", draining=False)
+    await until(pair.first, lambda status: {w.worker_id: w.state for w in status.workers}["decode-0"] == "ready")
+
+    pair.redis.kill()
+    await asyncio.gather(answers_of(pair.first, 3), answers_of(pair.second, 4))
+    await pair.first.set_role("decode-1", "decode")
+    pair.redis.start()  # it has lost everything
+    await until(pair.second, lambda status: roles(status)["decode-1"] == "decode")
+
+    asked, others = prompts(6, range(20, 200), seed=5), prompts(6, range(20, 200), seed=6)
+    through_first, through_second = (
+        await ask_all(pair.first, asked, NUM_TOKENS),
+        await ask_all(pair.second, others, NUM_TOKENS),
+    )
+    await until(pair.first, lambda status: sum(worker.num_running for worker in status.workers) > 3)
+    await pair.cluster.kill("router")
+    lost = await asyncio.gather(*through_first, return_exceptions=True)
+    assert any(isinstance(each, ServiceError) for each in lost)  # its own open streams, and no others
+    check(others, await asyncio.gather(*through_second))
+    await answers_of(pair.second, 7)
+    await until(pair.second, lambda status: all(worker.num_used_blocks == 0 for worker in status.workers))
