@@ -12,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -130,7 +129,7 @@ class Bench:
 
 @contextmanager
 def _side(serve: Callable[..., Any], *arguments: object) -> Iterator[Side]:
-    """`serve(connection, *arguments)` in a process of its own; it says its address, and ends when the other end does."""
+    """`serve(connection, *arguments)` in a process of its own: it says its address, and ends when we close."""
     os.environ[PARENT_PID] = str(os.getpid())
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_run, args=(serve, theirs, *arguments), daemon=True)
@@ -164,13 +163,13 @@ async def _serve_worker(
     connection: Connection, name: str, role: workers_pb2.Role.ValueType, routers: list[str]
 ) -> None:
     server = GrpcServer("127.0.0.1", 0)
-    started = asyncio.Event()
-    serving = asyncio.create_task(serve_worker(name, role, server, routers, started))
-    await started.wait()
-    connection.send(server.address)
-    await _closed(connection)
-    serving.cancel()
-    await asyncio.wait([serving])
+    async with asyncio.TaskGroup() as tasks:
+        registered = asyncio.Event()
+        serving = tasks.create_task(serve_worker(name, role, server, routers, registered))
+        await registered.wait()
+        connection.send(server.address)
+        await _closed(connection)
+        serving.cancel()
 
 
 async def _closed(connection: Connection) -> None:

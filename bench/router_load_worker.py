@@ -10,11 +10,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import cast
 
-import grpc
-import grpc.aio
-
-from protos import decode_pb2, prefill_pb2, workers_pb2, workers_pb2_grpc
+from decode.bundles import BundledDecode
+from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, workers_pb2, workers_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.channel import open_channel
 from protos.serve import GrpcServer
@@ -52,47 +51,49 @@ def now_us() -> int:
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
 
 
-async def _decode(raw: bytes, context: object) -> AsyncIterator[bytes]:
-    request = decode_pb2.DecodeRequest.FromString(raw)
-    pace, index = Pace.of_seed(request.sampling.seed), len(request.token_ids) - request.num_prompt_tokens
-    index += not request.prefill_here
-    end, first_step = request.sampling.max_tokens, now_us() // pace.step_us + 1 - index
-    while index < end:
-        due = min(now_us() // pace.step_us - first_step + 1, end)
-        if due <= index:
-            await asyncio.sleep(((first_step + index) * pace.step_us - now_us()) / 1e6)
-            continue
-        until = due if pace.gathers else index + 1
-        message = pb.GenerateResponse(
-            output_index=index,
-            token_ids=[(first_step + number) * pace.step_us for number in range(index, until)],
-            text=_TEXT * (until - index),
-        )
-        if until == end:
-            message.finish_reason = pb.FINISH_REASON_LENGTH
-            message.decode_stats.num_steps = end
-        yield message.SerializeToString()
-        index = until
+class MockPrefill(prefill_pb2_grpc.PrefillServicer):
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: object
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        first = pb.GenerateResponse(token_ids=[now_us()], text=_TEXT)
+        if request.sampling.max_tokens == 1:
+            first.finish_reason = pb.FINISH_REASON_LENGTH
+        yield prefill_pb2.PrefillResponse(first_token=first)
+        yield prefill_pb2.PrefillResponse(handed_over=prefill_pb2.PrefillStats())
 
 
-async def _prefill(request: prefill_pb2.PrefillRequest, context: object) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-    first = pb.GenerateResponse(token_ids=[now_us()], text=_TEXT)
-    if request.sampling.max_tokens == 1:
-        first.finish_reason = pb.FINISH_REASON_LENGTH
-    yield prefill_pb2.PrefillResponse(first_token=first)
-    yield prefill_pb2.PrefillResponse(handed_over=prefill_pb2.PrefillStats())
+class MockDecode(decode_pb2_grpc.DecodeServicer):
+    """Does not wait for the hand-over: it is the router that puts the first token first."""
+
+    async def Decode(self, request: decode_pb2.DecodeRequest, context: object) -> AsyncIterator[pb.GenerateResponse]:
+        pace, index = Pace.of_seed(request.sampling.seed), len(request.token_ids) - request.num_prompt_tokens
+        index += not request.prefill_here
+        end, first_step = request.sampling.max_tokens, now_us() // pace.step_us + 1 - index
+        while index < end:
+            due = min(now_us() // pace.step_us - first_step + 1, end)
+            if due <= index:
+                await asyncio.sleep(((first_step + index) * pace.step_us - now_us()) / 1e6)
+                continue
+            until = due if pace.gathers else index + 1
+            message = pb.GenerateResponse(
+                output_index=index,
+                token_ids=[(first_step + number) * pace.step_us for number in range(index, until)],
+                text=_TEXT * (until - index),
+            )
+            if until == end:
+                message.finish_reason = pb.FINISH_REASON_LENGTH
+                message.decode_stats.num_steps = end
+            yield message
+            index = until
 
 
 async def serve_worker(
     name: str, role: workers_pb2.Role.ValueType, server: GrpcServer, routers: list[str], registered: asyncio.Event
 ) -> None:
     """Until it is cancelled. `server` is not started yet."""
-    stream = grpc.unary_stream_rpc_method_handler
-    server.add_handlers("pdserve.v1.Decode", {"Decode": stream(_decode)})
-    prefill = stream(
-        _prefill, prefill_pb2.PrefillRequest.FromString, prefill_pb2.PrefillResponse.SerializeToString
-    )
-    server.add_handlers("pdserve.v1.Prefill", {"Prefill": prefill})
+    server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, MockPrefill())
+    decode = BundledDecode(MockDecode())  # type: ignore[abstract]
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, cast("decode_pb2_grpc.DecodeServicer", decode))
     await server.start()
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -40,6 +40,11 @@ class DecodeStub:
                 request_serializer=protos_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Bundle = channel.stream_stream(
+                '/pdserve.v1.Decode/Bundle',
+                request_serializer=protos_dot_decode__pb2.BundleCommand.SerializeToString,
+                response_deserializer=protos_dot_decode__pb2.TokenBundle.FromString,
+                _registered_method=True)
         self.HandOver = channel.unary_unary(
                 '/pdserve.v1.Decode/HandOver',
                 request_serializer=protos_dot_decode__pb2.HandOverRequest.SerializeToString,
@@ -77,6 +82,15 @@ class DecodeServicer:
 
     def Decode(self, request, context):
         """Opened at placement, before the KV is there. Streams the tokens after the first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Bundle(self, request_iterator, context):
+        """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
+        sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
+        where they were made. Lasts as long as both want it; what answers in it fails with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +146,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=protos_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Bundle': grpc.stream_stream_rpc_method_handler(
+                    servicer.Bundle,
+                    request_deserializer=protos_dot_decode__pb2.BundleCommand.FromString,
+                    response_serializer=protos_dot_decode__pb2.TokenBundle.SerializeToString,
             ),
             'HandOver': grpc.unary_unary_rpc_method_handler(
                     servicer.HandOver,
@@ -191,6 +210,33 @@ class Decode:
             '/pdserve.v1.Decode/Decode',
             protos_dot_decode__pb2.DecodeRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Bundle(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.Decode/Bundle',
+            protos_dot_decode__pb2.BundleCommand.SerializeToString,
+            protos_dot_decode__pb2.TokenBundle.FromString,
             options,
             channel_credentials,
             insecure,

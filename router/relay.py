@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from protos import inference_pb2 as pb
 from protos.errors import AttemptsExhausted, DeadlineExceeded, Internal, InvalidArgument, NoWorker
 from router import metrics
-from router.attempt import Attempt, AttemptFailed, ended_early
+from router.attempt import Attempt
 from router.config import RelayPolicy
 from router.dispatch import Dispatch
+from router.leg import AttemptFailed, ended_early
 from router.links import Links
 from router.messages import emitted_tokens
 from router.move import Move, moved

@@ -63,6 +63,7 @@ ONLY_FILE = {"nixl": "kvtransfer/nixl_agent.py", "redis": None, "ray": None}
 
 # The edges, where messages become our own dataclasses and back.
 EDGES = {
+    "decode/bundles.py",
     "decode/metrics.py",
     "decode/service.py",
     "deploy/fault_seams.py",
@@ -74,6 +75,9 @@ EDGES = {
     "prefill/metrics.py",
     "prefill/service.py",
     "router/attempt.py",
+    "router/bundle.py",
+    "router/leg.py",
+    "router/merging.py",
     "router/messages.py",
     "router/metrics.py",
     "router/move.py",
