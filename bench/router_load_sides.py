@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+import uvloop
 
 from bench.router_load_asker import Asked, Load, ask
 from bench.router_load_worker import serve_worker
@@ -66,10 +67,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What those who asked saw together, and what the routers took for it meanwhile."""
+    """What those who asked saw together, and what the sides that they asked took for it meanwhile."""
 
     asked: Sequence[Asked]
-    router_cpu_s: float
+    side_cpu_s: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,15 +89,19 @@ class Measured:
         return self.num_tokens / max(1, sum(one.num_messages for one in self.asked))
 
     @property
-    def router_us_per_token(self) -> float:
-        return self.router_cpu_s * 1e6 / max(1, self.num_tokens)
+    def side_cores(self) -> float:
+        return self.side_cpu_s / self.asked[0].seconds
 
     @property
-    def latencies_us(self) -> list[int]:
-        return sorted(latency for one in self.asked for latency in one.latencies_us)
+    def tokens_per_core_s(self) -> float:
+        return self.num_tokens / max(1e-9, self.side_cpu_s)
+
+    @property
+    def asker_cores(self) -> float:
+        return sum(one.cpu_s / one.seconds for one in self.asked)
 
     def latency_ms(self, share: float) -> float:
-        latencies = self.latencies_us
+        latencies = sorted(latency for one in self.asked for latency in one.latencies_us)
         return latencies[min(len(latencies) - 1, int(share * len(latencies)))] / 1000 if latencies else float("nan")
 
 
@@ -104,31 +109,41 @@ class Bench:
     """`num_routers` routers, one prefill worker and `num_decode` decode workers, and some processes that ask."""
 
     def __init__(self, stack: ExitStack, num_routers: int, num_decode: int, num_askers: int) -> None:
-        self.routers = [stack.enter_context(_side(_serve_router)) for _ in range(num_routers)]
+        self.routers = [stack.enter_context(serving(_serve_router)) for _ in range(num_routers)]
         addresses = [router.address for router in self.routers]
         roles = [workers_pb2.ROLE_PREFILL, *[workers_pb2.ROLE_DECODE] * num_decode]
-        workers = [stack.enter_context(_side(_serve_worker, f"w{n}", role, addresses)) for n, role in enumerate(roles)]
+        names = [f"w{number}" for number in range(len(roles))]
+        workers = [
+            stack.enter_context(serving(_serve_worker, *one, addresses)) for one in zip(names, roles, strict=True)
+        ]
         self.decode = workers[1:]
         self._num_askers = num_askers
         self._pool = stack.enter_context(ProcessPoolExecutor(num_askers, _SPAWN))
         list(self._pool.map(os.path.exists, ["/"] * num_askers))  # they have started
 
-    def measure(self, load: Callable[..., Load], *, num_streams: int, warm_s: float, seconds: float) -> Measured:
-        """`load` is given what differs between those who ask."""
-        sides = self.routers
+    def measure(
+        self,
+        load: Callable[[int, float, float], Load],
+        sides: Sequence[Side],
+        *,
+        num_streams: int,
+        warm_s: float,
+        seconds: float,
+    ) -> Measured:
+        """`load` is given a share of the streams, and from when to when to count. `sides` are those it asks."""
         begin_s = time.monotonic() + warm_s
         num_askers = min(self._num_askers, num_streams)
         shares = [num_streams // num_askers + (n < num_streams % num_askers) for n in range(num_askers)]
-        futures = [self._pool.submit(ask, load(share, begin_s, begin_s + seconds)) for share in shares]
+        asking = [self._pool.submit(ask, load(share, begin_s, begin_s + seconds)) for share in shares]
         time.sleep(max(0.0, begin_s - time.monotonic()))
-        cpu_s = sum(side.cpu_s for side in sides)
+        before_s = sum(side.cpu_s for side in sides)
         time.sleep(max(0.0, begin_s + seconds - time.monotonic()))
-        cpu_s = sum(side.cpu_s for side in sides) - cpu_s
-        return Measured([future.result() for future in futures], cpu_s)
+        cpu_s = sum(side.cpu_s for side in sides) - before_s
+        return Measured([one.result() for one in asking], cpu_s)
 
 
 @contextmanager
-def _side(serve: Callable[..., Any], *arguments: object) -> Iterator[Side]:
+def serving(serve: Callable[..., Any], *arguments: object) -> Iterator[Side]:
     """`serve(connection, *arguments)` in a process of its own: it says its address, and ends when we close."""
     os.environ[PARENT_PID] = str(os.getpid())
     ours, theirs = _SPAWN.Pipe()
@@ -148,7 +163,7 @@ def _side(serve: Callable[..., Any], *arguments: object) -> Iterator[Side]:
 
 def _run(serve: Callable[..., Any], connection: Connection, *arguments: object) -> None:
     follow_parent()
-    asyncio.run(serve(connection, *arguments))
+    uvloop.run(serve(connection, *arguments))
 
 
 async def _serve_router(connection: Connection) -> None:
@@ -156,7 +171,7 @@ async def _serve_router(connection: Connection) -> None:
         gc.collect()
         gc.freeze()
         connection.send(router.address)
-        await _closed(connection)
+        await closed(connection)
 
 
 async def _serve_worker(
@@ -168,11 +183,11 @@ async def _serve_worker(
         serving = tasks.create_task(serve_worker(name, role, server, routers, registered))
         await registered.wait()
         connection.send(server.address)
-        await _closed(connection)
+        await closed(connection)
         serving.cancel()
 
 
-async def _closed(connection: Connection) -> None:
+async def closed(connection: Connection) -> None:
     """The bench has ended."""
     loop, closed = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connection.fileno(), closed.set)

@@ -137,10 +137,12 @@ def router(log_level: str, **settings: Any) -> None:
     """Run the router in the foreground. SIGTERM or Ctrl-C lets it finish what it has."""
     follow_parent()
     configure_logging("router", log_level)
+    import uvloop  # takes about a quarter off what a streamed token costs the router
+
     from router.config import RouterConfig
     from router.server import serve_router
 
-    asyncio.run(serve_router(RouterConfig(**settings)))
+    uvloop.run(serve_router(RouterConfig(**settings)))
 
 
 @cli.command()

@@ -32,7 +32,7 @@ def keepalive_options(keepalive_s: float) -> Options:
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # What is on the way to us and not yet read, at most: a sender that waits says more at once, and what it says is fresh.
+    # At most so much is on its way to us and not yet read: a sender that waits says more at once, and says it fresh.
     ("grpc.http2.lookahead_bytes", 16 * 1024),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_send_message_length", -1),  # the server's refusal says what the limit is

@@ -1,7 +1,7 @@
 """One request from placement to its last message: tries again before the first token, resumes after it.
 
 A resumed request is the same one with what was emitted as part of its tokens: the client sees one unbroken answer.
-Messages are passed on as bytes; they are kept, and read only if the request has to be resumed.
+Messages are passed on as bytes. What was emitted is kept, in case the request has to be resumed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import random
 import secrets
 import time
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from router.workers import WorkerTable
 logger = logging.getLogger(__name__)
 
 _MAX_DELAY_S = 1.0
+_KEPT_MESSAGES = 64
 _MOVE_S = 1.0  # between a worker's end of a stream and its word that the sequence is elsewhere
 
 
@@ -43,7 +45,7 @@ class Progress:
     request: Request
     clock: RequestClock
     deadline_at: float | None
-    emitted: list[int] = field(default_factory=list)  # as of the last failure
+    emitted: array[int] = field(default_factory=lambda: array("q"))  # as of the last reading back
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
     last: pb.GenerateResponse | None = None  # the message that ended the answer
     avoid: set[WorkerId] = field(default_factory=set)
@@ -81,10 +83,16 @@ class Progress:
             self._set_last(self.raw_messages[-1])
         return self.last is not None
 
+    def relayed(self, raw: bytes) -> None:
+        """Read many at once, which costs less time; of those read the tokens are kept, which cost less memory."""
+        self.raw_messages.append(raw)
+        if len(self.raw_messages) >= _KEPT_MESSAGES:
+            self.read_back()
+
     def read_back(self) -> None:
         """Learns what was emitted from what was relayed."""
         try:
-            self.emitted += emitted_tokens(self.raw_messages, len(self.emitted))
+            self.emitted.extend(emitted_tokens(self.raw_messages, len(self.emitted)))
         except ValueError as error:
             raise Internal(f"a worker sent tokens out of order: {error}") from error
         if self.raw_messages:
@@ -188,7 +196,7 @@ class Relay:
         try:
             async with aclosing(attempt.messages()) as messages:
                 async for raw in messages:
-                    progress.raw_messages.append(raw)
+                    progress.relayed(raw)
                     if not dispatch.is_prefilled:
                         dispatch.prefilled()
                         if not attempt.arrives:
