@@ -18,6 +18,7 @@ from protos.errors import AlreadyExists, InvalidArgument, Unavailable
 Answer: TypeAlias = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 _MAX_ID_BYTES = 128
+_FULL_BYTES = 2**20  # what comes beyond it is for the next message; one alone may be larger
 
 
 class Bundle:
@@ -25,6 +26,7 @@ class Bundle:
 
     def __init__(self) -> None:
         self._parts = decode_pb2.TokenBundle()
+        self._num_bytes = 0  # of the messages in it
         self._filled = asyncio.Event()
         self._written = asyncio.Event()  # of what is in _parts
         self._going_on: dict[int, asyncio.Event] = {}  # by stream: not set while it is paused
@@ -49,8 +51,11 @@ class Bundle:
 
     async def _send(self, number: int, message: bytes, *, is_last: bool) -> None:
         """Returns once it has been written."""
+        while not self._is_closed and 0 < self._num_bytes > _FULL_BYTES - len(message):
+            await self._written.wait()
         if not self._is_closed:
             self._parts.parts.add(stream=number, message=message, last=is_last)
+            self._num_bytes += len(message)
             self._filled.set()
             await self._written.wait()
         if self._is_closed:
@@ -72,7 +77,7 @@ class Bundle:
             while True:
                 await self._filled.wait()
                 self._filled.clear()
-                parts, self._parts = self._parts, decode_pb2.TokenBundle()
+                parts, self._parts, self._num_bytes = self._parts, decode_pb2.TokenBundle(), 0
                 written, self._written = self._written, asyncio.Event()
                 yield parts
                 written.set()

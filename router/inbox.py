@@ -27,6 +27,11 @@ class Inbox:
         self._changed = asyncio.Event()
         self.ended = asyncio.Event()  # nothing comes any more
 
+    @property
+    def is_read_out(self) -> bool:
+        """To an end that was none of error."""
+        return self.ended.is_set() and self._error is None and not self._messages
+
     def put(self, message: bytes) -> None:
         self._messages.append(message)
         self._num_bytes += len(message)

@@ -17,7 +17,7 @@ from router.links import Link
 from router.placement import Candidate, WorkerId
 
 DECODE_METHOD = "/pdserve.v1.Decode/Decode"
-_LAST_S = 5.0  # between the end of a call and the last message that the worker has put in the bundle
+_LAST_S = 5.0  # between the end of a call and the last message of it in the bundle, or the other way round
 
 
 class AttemptFailed(Exception):
@@ -60,6 +60,8 @@ async def decode_leg(
             following = asyncio.create_task(_follow(worker, link, call, inbox, is_bundled=is_bundled))
             try:
                 yield DecodeLeg(worker, call, inbox)
+                if inbox.is_read_out:  # the worker has still to say that all is well
+                    await asyncio.wait([following], timeout=_LAST_S)
             finally:
                 call.cancel()
                 following.cancel()
