@@ -117,10 +117,14 @@ class Connection(asyncio.Protocol):
 
     def _asked(self) -> bytes:
         stream, self._next_stream = self._next_stream, self._next_stream + 2
-        self._parts[stream] = self._last[stream] = b""
+        self.expect(stream)
         request = self._request()
         body = _PREFIX.pack(0, len(request)) + request
         return _frame(_HEADERS, _END_HEADERS, stream, self._headers) + _frame(_DATA, _END_STREAM, stream, body)
+
+    def expect(self, stream: int) -> None:
+        """An answer in this stream."""
+        self._parts[stream] = self._last[stream] = b""
 
     def _take(self, stream: int, payload: bytes) -> None:
         data, at = self._parts[stream] + payload, 0
@@ -184,10 +188,10 @@ class Asked:
 
 def ask(load: Load) -> Asked:
     """In a process of its own. Raises AnswerBroken."""
-    return asyncio.run(_ask(load))
+    return asyncio.run(ask_here(load))
 
 
-async def _ask(load: Load) -> Asked:
+async def ask_here(load: Load) -> Asked:
     tally = Tally()
     connections = []
     path, request = (_DECODE, _decode_request) if load.is_straight else (_GENERATE, _generate_request)

@@ -86,10 +86,10 @@ class _Stream(asyncio.Protocol):
 
 def ask_http(load: HttpLoad) -> float:
     """Tokens/s. In a process of its own. Raises HttpRefused."""
-    return asyncio.run(_ask(load))
+    return asyncio.run(ask_http_here(load))
 
 
-async def _ask(load: HttpLoad) -> float:
+async def ask_http_here(load: HttpLoad) -> float:
     loop, tally = asyncio.get_running_loop(), _Tally()
     failed: asyncio.Future[None] = loop.create_future()
     streams = [_Stream(load.request, tally, failed) for _ in range(load.num_streams)]
