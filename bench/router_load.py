@@ -40,7 +40,7 @@ ANSWER_TOKENS = 4000
 MEMORY_STREAMS, MEMORY_STEP_US, MEMORY_S = 512, 20_000, 4.0
 WORKERS = (10, 100, 1000)
 NUM_PLACEMENTS = 200
-WARM_S = 1.5
+WARM_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Options:
 
     @property
     def seconds(self) -> float:
-        return 2.0 if self.quick else 5.0
+        return 2.0 if self.quick else 3.0
 
     @property
     def num_rounds(self) -> int:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 import pytest
 
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
 from protos.client import PdserveClient
 from protos.errors import Internal
 from protos.values import Sampling
 from router.bundle import Bundle
+from router.inbox import Inbox
 from tests.router.asking import PROMPT, FailOnce, answer
 from tests.router.fakes import FakeFleet, plain_loop, ready_load, running_fleet
 
 NUM_TOKENS = 30
+
+
+def inboxes_of(bundle: Bundle) -> list[Inbox]:
+    return list(bundle._inboxes.values())
 
 
 def bundles_of(fleet: FakeFleet) -> list[Bundle]:
@@ -85,3 +93,27 @@ async def test_bundle_ends_with_its_worker(fleet: FakeFleet, client: PdserveClie
         while bundles_of(fleet):
             await asyncio.sleep(0.002)
     assert not bundle.is_open
+
+
+async def test_client_that_does_not_read_makes_its_own_sequence_wait_and_no_other(
+    client: PdserveClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.inbox.MAX_BYTES", 500)
+    num_tokens = 200
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.SamplingParams(max_tokens=num_tokens))
+    options = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(fleet.router.address, options=options) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        messages = [await call.read()]
+        async with asyncio.timeout(5):
+            while not any(not inbox.has_room.is_set() for bundle in bundles_of(fleet) for inbox in inboxes_of(bundle)):
+                await asyncio.sleep(0.002)
+        answers = await asyncio.gather(*(answer(client, Sampling(max_tokens=num_tokens)) for _ in range(4)))
+        assert [tokens for tokens, _, _ in answers] == [plain_loop(PROMPT, num_tokens)] * 4
+        assert fleet.num_open > 0  # of its answer there is more to come
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+    assert [token for message in messages for token in message.token_ids] == plain_loop(PROMPT, num_tokens)
+    assert "".join(message.text for message in messages) == "".join(f"<{t}>" for t in plain_loop(PROMPT, num_tokens))
+    assert max(len(message.token_ids) for message in messages) > 5  # what had come for it, at once
+    assert messages[-1].usage.output_tokens == num_tokens
