@@ -20,11 +20,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
-
 from bench.router_load_http import HttpLoad, HttpRefused, ask_http
 from bench.router_load_http_worker import serve_http_worker
-from bench.router_load_sides import closed, serving
+from bench.router_load_sides import closed, cpu_s, serving
 from model.cache_folder import default_cache
 from model.model_source import resolve_model
 
@@ -95,18 +93,13 @@ def http_rate(port: int, pid: int, seconds: float) -> PeerRate:
         load = HttpLoad(port, MODEL, NUM_STREAMS, ANSWER_TOKENS, begin_s, begin_s + seconds)
         asking = pool.submit(ask_http, load)
         time.sleep(max(0.0, begin_s - time.monotonic()))
-        before_s = _cpu_s(pid)
+        before_s = cpu_s(pid)
         time.sleep(max(0.0, load.end_s - time.monotonic()))
-        cpu_s = _cpu_s(pid) - before_s
+        took_s = cpu_s(pid) - before_s
         try:
-            return PeerRate(asking.result(), cpu_s / seconds)
+            return PeerRate(asking.result(), took_s / seconds)
         except (HttpRefused, OSError) as error:
             raise PeerUnusable(str(error)) from error
-
-
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-import psutil
 import uvloop
 
 from bench.router_load_asker import Asked, Load, ask
@@ -52,17 +52,22 @@ class Side:
     """A process that serves at `address`."""
 
     address: str
-    process: psutil.Process
+    pid: int
 
     @property
     def cpu_s(self) -> float:
-        """So far, of all its threads."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        return cpu_s(self.pid)
 
     @property
     def rss_bytes(self) -> int:
-        return int(self.process.memory_info().rss)
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+
+
+def cpu_s(pid: int) -> float:
+    """So far, of all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class Bench:
         ]
         self.decode = workers[1:]
         self._num_askers = num_askers
-        self._pool = stack.enter_context(ProcessPoolExecutor(num_askers, _SPAWN))
+        self._pool = stack.enter_context(ProcessPoolExecutor(num_askers, _SPAWN, initializer=follow_parent))
         list(self._pool.map(os.path.exists, ["/"] * num_askers))  # they have started
 
     def measure(
@@ -138,8 +143,8 @@ class Bench:
         time.sleep(max(0.0, begin_s - time.monotonic()))
         before_s = sum(side.cpu_s for side in sides)
         time.sleep(max(0.0, begin_s + seconds - time.monotonic()))
-        cpu_s = sum(side.cpu_s for side in sides) - before_s
-        return Measured([one.result() for one in asking], cpu_s)
+        took_s = sum(side.cpu_s for side in sides) - before_s
+        return Measured([one.result() for one in asking], took_s)
 
 
 @contextmanager
@@ -153,7 +158,7 @@ def serving(serve: Callable[..., Any], *arguments: object) -> Iterator[Side]:
     try:
         if not ours.poll(_START_S):
             raise TimeoutError(f"{serve.__name__} has not started within {_START_S:.0f} s")
-        yield Side(ours.recv(), psutil.Process(process.pid))
+        yield Side(ours.recv(), process.pid or 0)
     finally:
         ours.close()
         process.join(_END_S)
@@ -180,11 +185,11 @@ async def _serve_worker(
     server = GrpcServer("127.0.0.1", 0)
     async with asyncio.TaskGroup() as tasks:
         registered = asyncio.Event()
-        serving = tasks.create_task(serve_worker(name, role, server, routers, registered))
+        worker = tasks.create_task(serve_worker(name, role, server, routers, registered))
         await registered.wait()
         connection.send(server.address)
         await closed(connection)
-        serving.cancel()
+        worker.cancel()
 
 
 async def closed(connection: Connection) -> None:
