@@ -108,7 +108,6 @@ class Attempt:
                     leg.call.cancel()
                 await asyncio.wait([prefilling], timeout=_STATISTICS_S)
             finally:
-                leg.call.cancel()
                 await _cancelled(prefilling, second)
 
     @asynccontextmanager

@@ -31,6 +31,7 @@ class Bundle:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.id = secrets.token_hex(8)
         self.is_open = self._has_opened = False
+        self._error: ServiceError = Unavailable("it has ended its bundle of streams")
         self._answered = asyncio.Event()
         self._inboxes: dict[int, Inbox] = {}
         self._numbers = itertools.count(1)
@@ -39,8 +40,8 @@ class Bundle:
 
     @property
     def is_broken(self) -> bool:
-        """It was open. One that a worker never opened is not tried again."""
-        return self._has_opened and not self.is_open
+        """It has ended, and another may be opened: not where a worker has refused to."""
+        return self._reading.done() and (self._has_opened or isinstance(self._error, Unavailable))
 
     async def opened(self) -> bool:
         """Waits for it: a round trip, for whoever is first."""
@@ -68,20 +69,19 @@ class Bundle:
 
     async def _read(self, channel: grpc.aio.Channel) -> None:
         self._say(bundle_id=self.id)
-        error: ServiceError = Unavailable("it has ended its bundle of streams")
         call = channel.stream_stream(_METHOD, decode_pb2.BundleCommand.SerializeToString)(self._next_commands())
         try:
             with service_errors():
                 while isinstance(raw := await call.read(), bytes):
                     self._take(raw)
         except ServiceError as caught:
-            error = caught
+            self._error = caught
         finally:
             self.is_open = False
             self._answered.set()
             call.cancel()
             for inbox in self._inboxes.values():
-                inbox.end(error)
+                inbox.end(self._error)
 
     def _take(self, raw: bytes) -> None:
         self.is_open = self._has_opened = True

@@ -75,6 +75,7 @@ async def _follow(
     try:
         with leg_errors(worker, link):
             while isinstance(raw := await call.read(), bytes):
+                is_bundled = False  # the worker has not found the bundle
                 inbox.put(raw)
                 await inbox.has_room.wait()
         if is_bundled:

@@ -9,8 +9,10 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from protos.channel import open_channel
 from protos.client import PdserveClient
 from protos.errors import Internal
+from protos.serve import GrpcServer
 from protos.values import Sampling
 from router.bundle import Bundle
 from router.inbox import Inbox
@@ -48,6 +50,22 @@ async def test_worker_that_knows_no_bundles_answers_in_the_calls(monkeypatch: py
             assert tokens == plain_loop(PROMPT, NUM_TOKENS) and summary.usage.num_resumes == 0
         assert [request.bundle_id for request in fleet.workers["d0"].decodes] == ["", ""]
         await fleet.settled()
+
+
+async def test_bundle_that_a_worker_refused_is_not_opened_again_and_one_that_found_nobody_is() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        nobody = Bundle(channel)
+        assert not await nobody.opened()
+        await nobody.close()
+        assert nobody.is_broken
+    server = GrpcServer("127.0.0.1", 0)  # it has no such method
+    await server.start()
+    async with open_channel(server.address) as channel:
+        refused = Bundle(channel)
+        assert not await refused.opened()
+        await refused.close()
+        assert not refused.is_broken
+    await server.stop()
 
 
 async def test_answer_whose_bundle_breaks_is_resumed_and_the_next_has_a_new_one(
