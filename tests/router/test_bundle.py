@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
 
 import grpc.aio
 import pytest
 
+from decode.bundles import BundledDecode
+from protos import decode_pb2, inference_pb2_grpc
 from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
 from protos.channel import open_channel
 from protos.client import PdserveClient
 from protos.errors import Internal
@@ -66,6 +70,29 @@ async def test_bundle_that_a_worker_refused_is_not_opened_again_and_one_that_fou
         await refused.close()
         assert not refused.is_broken
     await server.stop()
+
+
+class Forgetful(BundledDecode):
+    """Its bundle has ended just before it is asked, and the router does not know yet."""
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: Any
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        assert request.bundle_id
+        request.bundle_id = ""
+        async with aclosing(super().Decode(request, context)) as answer:
+            async for message in answer:
+                yield message
+
+
+async def test_worker_that_does_not_find_its_bundle_is_not_waited_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.router.fakes.BundledDecode", Forgetful)
+    monkeypatch.setattr("router.leg._LAST_S", 1000.0)
+    async with running_fleet(num_both=1) as fleet, PdserveClient(fleet.router.address) as client:
+        tokens, _, _ = await answer(client, Sampling(max_tokens=NUM_TOKENS))
+        assert tokens == plain_loop(PROMPT, NUM_TOKENS)
+        assert bundles_of(fleet)[0].is_open
+        await fleet.settled()
 
 
 async def test_answer_whose_bundle_breaks_is_resumed_and_the_next_has_a_new_one(
