@@ -70,6 +70,10 @@ class Connection(asyncio.Protocol):
         self._next_stream = 1
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    async def connect(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        await asyncio.get_running_loop().create_connection(lambda: self, host, int(port))
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
@@ -193,16 +197,15 @@ def ask(load: Load) -> Asked:
 
 async def ask_here(load: Load) -> Asked:
     tally = Tally()
-    connections = []
+    connections = list[Connection]()
     path, request = (_DECODE, _decode_request) if load.is_straight else (_GENERATE, _generate_request)
     try:
         for first in range(0, load.num_streams, STREAMS_PER_CONNECTION):
-            host, _, port = load.addresses[len(connections) % len(load.addresses)].rpartition(":")
             connection = Connection(
                 path, min(STREAMS_PER_CONNECTION, load.num_streams - first), lambda: request(load), tally
             )
             connections.append(connection)
-            await asyncio.get_running_loop().create_connection(lambda made=connection: made, host, int(port))
+            await connection.connect(load.addresses[len(connections) % len(load.addresses)])
         await _until(load.begin_s, connections)
         tally.is_on, began_s, began_cpu_s = True, time.monotonic(), time.process_time()
         await _until(load.end_s, connections)

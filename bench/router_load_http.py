@@ -51,6 +51,9 @@ class _Stream(asyncio.Protocol):
         self._seen = b""  # a mark may have come in part
         self._is_head = True
 
+    async def connect(self, port: int) -> None:
+        await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", port)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
@@ -90,12 +93,12 @@ def ask_http(load: HttpLoad) -> float:
 
 
 async def ask_http_here(load: HttpLoad) -> float:
-    loop, tally = asyncio.get_running_loop(), _Tally()
-    failed: asyncio.Future[None] = loop.create_future()
+    tally = _Tally()
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     streams = [_Stream(load.request, tally, failed) for _ in range(load.num_streams)]
     try:
         for stream in streams:
-            await loop.create_connection(lambda made=stream: made, "127.0.0.1", load.port)
+            await stream.connect(load.port)
         await _until(load.begin_s, failed)
         tally.is_on, began_s = True, time.monotonic()
         await _until(load.end_s, failed)

@@ -10,9 +10,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import cast
 
-from decode.bundles import BundledDecode
+from decode.bundles import serve_decode
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, workers_pb2, workers_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.channel import open_channel
@@ -92,8 +91,7 @@ async def serve_worker(
 ) -> None:
     """Until it is cancelled. `server` is not started yet."""
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, MockPrefill())
-    decode = BundledDecode(MockDecode())  # type: ignore[abstract]
-    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, cast("decode_pb2_grpc.DecodeServicer", decode))
+    serve_decode(server, MockDecode())  # type: ignore[abstract]
     await server.start()
     try:
         async with asyncio.TaskGroup() as tasks:

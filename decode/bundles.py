@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.calls import Context
 from protos.errors import AlreadyExists, InvalidArgument, Unavailable
+from protos.serve import GrpcServer
 
 Answer: TypeAlias = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
@@ -87,12 +88,42 @@ class Bundle:
                 event.set()
 
 
-class BundledDecode:
-    """A Decode service whose answers go into the bundles that routers have opened; all else is `inner`'s."""
+class Bundles(decode_pb2_grpc.BundlesServicer):
+    """Those that routers have opened here, by id."""
 
-    def __init__(self, inner: decode_pb2_grpc.DecodeServicer) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
         self._bundles: dict[str, Bundle] = {}
+
+    def get(self, bundle_id: str) -> Bundle | None:
+        return self._bundles.get(bundle_id)
+
+    async def Open(
+        self, request_iterator: AsyncIterator[decode_pb2.BundleCommand], context: Context
+    ) -> AsyncGenerator[decode_pb2.TokenBundle, None]:
+        first = await anext(request_iterator, None)
+        bundle_id = "" if first is None else first.bundle_id
+        if not 1 <= len(bundle_id.encode()) <= _MAX_ID_BYTES:
+            raise InvalidArgument(f"bundle_id must have 1 to {_MAX_ID_BYTES} bytes", field="bundle_id")
+        if bundle_id in self._bundles:
+            raise AlreadyExists(f"bundle {bundle_id!r} is open already", field="bundle_id")
+        self._bundles[bundle_id] = bundle = Bundle()
+        obeying = asyncio.create_task(_obey(bundle, request_iterator))
+        try:
+            async with aclosing(bundle.messages()) as messages:
+                async for parts in messages:
+                    yield parts
+        finally:
+            del self._bundles[bundle_id]
+            obeying.cancel()
+            await asyncio.wait([obeying])
+
+
+class BundledDecode:
+    """A Decode service whose answers go into the bundles that are named; all else is `inner`'s."""
+
+    def __init__(self, inner: decode_pb2_grpc.DecodeServicer, bundles: Bundles) -> None:
+        self._inner = inner
+        self._bundles = bundles
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -108,26 +139,13 @@ class BundledDecode:
             async for message in answer:
                 yield message
 
-    async def Bundle(
-        self, commands: AsyncIterator[decode_pb2.BundleCommand], context: Context
-    ) -> AsyncGenerator[decode_pb2.TokenBundle, None]:
-        """The first command opens it."""
-        first = await anext(commands, None)
-        bundle_id = "" if first is None else first.bundle_id
-        if not 1 <= len(bundle_id.encode()) <= _MAX_ID_BYTES:
-            raise InvalidArgument(f"bundle_id must have 1 to {_MAX_ID_BYTES} bytes", field="bundle_id")
-        if bundle_id in self._bundles:
-            raise AlreadyExists(f"bundle {bundle_id!r} is open already", field="bundle_id")
-        self._bundles[bundle_id] = bundle = Bundle()
-        obeying = asyncio.create_task(_obey(bundle, commands))
-        try:
-            async with aclosing(bundle.messages()) as messages:
-                async for parts in messages:
-                    yield parts
-        finally:
-            del self._bundles[bundle_id]
-            obeying.cancel()
-            await asyncio.wait([obeying])
+
+def serve_decode(server: GrpcServer, decode: decode_pb2_grpc.DecodeServicer) -> None:
+    """Adds the service, with bundles."""
+    bundles = Bundles()
+    server.add(decode_pb2_grpc.add_BundlesServicer_to_server, bundles)
+    bundled = cast("decode_pb2_grpc.DecodeServicer", BundledDecode(decode, bundles))
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, bundled)
 
 
 async def _obey(bundle: Bundle, commands: AsyncIterator[decode_pb2.BundleCommand]) -> None:

@@ -17,11 +17,6 @@ class DecodeStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _inference_pb2.GenerateResponse]
     """Opened at placement, before the KV is there. Streams the tokens after the first."""
-    Bundle: _aio.StreamStreamMultiCallable[_decode_pb2.BundleCommand, _decode_pb2.TokenBundle]
-    """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
-    sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
-    where they were made. Lasts as long as both want it; what answers in it fails with it.
-    """
     HandOver: _aio.UnaryUnaryMultiCallable[_decode_pb2.HandOverRequest, _decode_pb2.HandOverResponse]
     """Hands a sequence that decodes here over to another decode worker, while it runs. Returns once that one has taken it;
     its stream here then ends after the last token, without a finish reason, and goes on there under the next attempt's
@@ -47,17 +42,6 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_decode_pb2.DecodeRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
         """Opened at placement, before the KV is there. Streams the tokens after the first."""
-
-    @_abc_1.abstractmethod
-    def Bundle(
-        self,
-        request_iterator: _abc.AsyncIterator[_decode_pb2.BundleCommand],
-        context: _aio.ServicerContext[_abc.AsyncIterator[_decode_pb2.BundleCommand], _abc.AsyncIterator[_decode_pb2.TokenBundle]],
-    ) -> _abc.AsyncIterator[_decode_pb2.TokenBundle]:
-        """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
-        sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
-        where they were made. Lasts as long as both want it; what answers in it fails with it.
-        """
 
     @_abc_1.abstractmethod
     def HandOver(
@@ -112,3 +96,29 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _aio.Server) -> None: ...
+
+class BundlesStub:
+    """Beside Decode, on the same worker."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Open: _aio.StreamStreamMultiCallable[_decode_pb2.BundleCommand, _decode_pb2.TokenBundle]
+    """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
+    sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
+    where they were made. Lasts as long as both want it; what answers in it fails with it.
+    """
+
+class BundlesServicer(metaclass=_abc_1.ABCMeta):
+    """Beside Decode, on the same worker."""
+
+    @_abc_1.abstractmethod
+    def Open(
+        self,
+        request_iterator: _abc.AsyncIterator[_decode_pb2.BundleCommand],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_decode_pb2.BundleCommand], _abc.AsyncIterator[_decode_pb2.TokenBundle]],
+    ) -> _abc.AsyncIterator[_decode_pb2.TokenBundle]:
+        """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
+        sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
+        where they were made. Lasts as long as both want it; what answers in it fails with it.
+        """
+
+def add_BundlesServicer_to_server(servicer: BundlesServicer, server: _aio.Server) -> None: ...

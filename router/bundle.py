@@ -21,7 +21,7 @@ from router.inbox import Inbox
 
 logger = logging.getLogger(__name__)
 
-_METHOD = "/pdserve.v1.Decode/Bundle"
+_METHOD = "/pdserve.v1.Bundles/Open"
 _OPENING_S = 1.0
 
 
@@ -69,7 +69,10 @@ class Bundle:
 
     async def _read(self, channel: grpc.aio.Channel) -> None:
         self._say(bundle_id=self.id)
-        call = channel.stream_stream(_METHOD, decode_pb2.BundleCommand.SerializeToString)(self._next_commands())
+        opening: grpc.aio.StreamStreamMultiCallable[decode_pb2.BundleCommand, bytes] = channel.stream_stream(
+            _METHOD, decode_pb2.BundleCommand.SerializeToString
+        )
+        call = opening(self._next_commands())
         try:
             with service_errors():
                 while isinstance(raw := await call.read(), bytes):

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
 
 import pytest
 
@@ -15,7 +14,7 @@ from bench.router_load_asker import AnswerBroken, Asked, Connection, Load, Tally
 from bench.router_load_http import HttpLoad, HttpRefused, ask_http_here
 from bench.router_load_http_worker import serve_http_worker
 from bench.router_load_worker import MockDecode, Pace, now_us
-from decode.bundles import BundledDecode
+from decode.bundles import serve_decode
 from protos import decode_pb2, decode_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.channel import open_channel
@@ -27,8 +26,7 @@ STEP_US = 10_000
 @asynccontextmanager
 async def mock_worker() -> AsyncIterator[str]:
     server = GrpcServer("127.0.0.1", 0)
-    decode = BundledDecode(MockDecode())  # type: ignore[abstract]
-    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, cast("decode_pb2_grpc.DecodeServicer", decode))
+    serve_decode(server, MockDecode())  # type: ignore[abstract]
     await server.start()
     try:
         yield server.address
@@ -93,9 +91,8 @@ async def test_asker_understands_frames_however_they_are_cut() -> None:
 
 async def test_broken_answer_ends_the_measurement() -> None:
     async with mock_worker() as address:
-        host, port = address.rsplit(":", 1)
         connection = Connection("/pdserve.v1.Decode/Nothing", 1, lambda: b"", Tally())
-        await asyncio.get_running_loop().create_connection(lambda: connection, host, int(port))
+        await connection.connect(address)
         with pytest.raises(AnswerBroken, match="before it was whole"):
             await asyncio.wait_for(asyncio.shield(connection.failed), 5)
         connection.close()

@@ -13,7 +13,7 @@ import pytest
 import decode.bundles
 from decode.bundles import Bundle
 from kvtransfer.loopback_agent import LoopbackNetwork
-from protos import decode_pb2
+from protos import decode_pb2, decode_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.channel import service_errors
 from protos.errors import AlreadyExists, InvalidArgument, Unavailable
@@ -162,7 +162,7 @@ class Reader:
     def __init__(self, worker: TimedWorker, bundle_id: str) -> None:
         self._commands: asyncio.Queue[decode_pb2.BundleCommand] = asyncio.Queue()
         self.say(bundle_id=bundle_id)
-        self.call: Any = worker.decode_stub.Bundle(self._said())
+        self.call: Any = decode_pb2_grpc.BundlesStub(worker.channel).Open(self._said())
 
     def say(self, **fields: Any) -> None:
         self._commands.put_nowait(decode_pb2.BundleCommand(**fields))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 import pytest
 
-from decode.bundles import BundledDecode
-from protos import decode_pb2, inference_pb2_grpc
+from protos import decode_pb2_grpc, inference_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.channel import open_channel
 from protos.client import PdserveClient
@@ -47,7 +44,10 @@ async def test_every_answer_of_a_worker_comes_in_one_bundle(fleet: FakeFleet, cl
 
 
 async def test_worker_that_knows_no_bundles_answers_in_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.router.fakes.BundledDecode", lambda inner: inner)
+    def serve_decode(server: GrpcServer, decode: decode_pb2_grpc.DecodeServicer) -> None:
+        server.add(decode_pb2_grpc.add_DecodeServicer_to_server, decode)
+
+    monkeypatch.setattr("tests.router.fakes.serve_decode", serve_decode)
     async with running_fleet(num_prefill=1, num_decode=1) as fleet, PdserveClient(fleet.router.address) as client:
         for _ in range(2):
             tokens, _, summary = await answer(client, Sampling(max_tokens=NUM_TOKENS))
@@ -72,26 +72,13 @@ async def test_bundle_that_a_worker_refused_is_not_opened_again_and_one_that_fou
     await server.stop()
 
 
-class Forgetful(BundledDecode):
-    """Its bundle has ended just before it is asked, and the router does not know yet."""
-
-    async def Decode(
-        self, request: decode_pb2.DecodeRequest, context: Any
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        assert request.bundle_id
-        request.bundle_id = ""
-        async with aclosing(super().Decode(request, context)) as answer:
-            async for message in answer:
-                yield message
-
-
 async def test_worker_that_does_not_find_its_bundle_is_not_waited_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.router.fakes.BundledDecode", Forgetful)
+    monkeypatch.setattr("decode.bundles.Bundles.get", lambda bundles, bundle_id: None)  # it has ended just before
     monkeypatch.setattr("router.leg._LAST_S", 1000.0)
     async with running_fleet(num_both=1) as fleet, PdserveClient(fleet.router.address) as client:
         tokens, _, _ = await answer(client, Sampling(max_tokens=NUM_TOKENS))
         assert tokens == plain_loop(PROMPT, NUM_TOKENS)
-        assert bundles_of(fleet)[0].is_open
+        assert bundles_of(fleet)[0].is_open and fleet.workers["w0"].decodes[0].bundle_id
         await fleet.settled()
 
 
@@ -149,7 +136,7 @@ async def test_client_that_does_not_read_makes_its_own_sequence_wait_and_no_othe
     options = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
     async with grpc.aio.insecure_channel(fleet.router.address, options=options) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
-        messages = [await call.read()]
+        messages: list[Any] = [await call.read()]
         async with asyncio.timeout(5):
             while not any(not inbox.has_room.is_set() for bundle in bundles_of(fleet) for inbox in inboxes_of(bundle)):
                 await asyncio.sleep(0.002)
