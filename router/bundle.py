@@ -77,8 +77,10 @@ class Bundle:
             with service_errors():
                 while isinstance(raw := await call.read(), bytes):
                     self._take(raw)
-        except ServiceError as caught:
-            self._error = caught
+        except ServiceError as error:
+            self._error = error
+            if not self.is_open and not isinstance(error, Unavailable):
+                logger.warning("a worker takes no bundle, its answers come in their own calls: %s", error)
         finally:
             self.is_open = False
             self._answered.set()
