@@ -60,7 +60,7 @@ class Events(RuleBasedStateMachine):
         if prefill == decode:
             return
         chosen = [None if name is None else candidate(self.table, name) for name in (prefill, decode)]
-        dispatch = self.table.dispatch(Placement(*chosen), num_tokens, blocks)
+        dispatch = self.table.dispatch(Placement(chosen[0], chosen[1]), num_tokens, blocks)
         on = self._process_of(prefill), self._process_of(decode)
         self.log.append(Logged(dispatch, self.clock.now, num_tokens, blocks, prefill=on[0], decode=on[1]))
 
