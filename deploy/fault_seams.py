@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TypeVar, cast
 
+from decode.bundles import serve_decode
 from kvtransfer.agent import TransferAgent
 from kvtransfer.decode_client import DecodeClient
 from kvtransfer.fault_injection import FaultInjector
@@ -50,7 +51,7 @@ class Seams:
         self, server: GrpcServer, prefill: prefill_pb2_grpc.PrefillServicer, decode: decode_pb2_grpc.DecodeServicer
     ) -> None:
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, prefill)
-        server.add(decode_pb2_grpc.add_DecodeServicer_to_server, decode)
+        serve_decode(server, decode)
 
 
 class FaultySeams(Seams):

@@ -35,6 +35,9 @@ def keepalive_options(keepalive_s: float) -> Options:
 
 _OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # At most so much is on its way to us and not yet read: a sender that waits says more at once, and says it fresh.
+    ("grpc.http2.lookahead_bytes", 16 * 1024),
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_send_message_length", -1),  # the server's refusal says what the limit is
     *keepalive_options(KEEPALIVE_S),
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer at the same address does not inherit a back-off

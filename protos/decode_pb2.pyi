@@ -29,11 +29,17 @@ class DecodeRequest(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PREFILL_HERE_FIELD_NUMBER: _builtins.int
+    BUNDLE_ID_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt_id: _builtins.str
     num_prompt_tokens: _builtins.int
     prefill_here: _builtins.bool
     """colocated: this worker prefills, and emits the first token too"""
+    bundle_id: _builtins.str
+    """where to answer; empty, or not known here: in the call's own stream"""
+    stream: _builtins.int
+    """the answer's number there; each is used once"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt, then tokens already emitted (resume)"""
@@ -51,14 +57,90 @@ class DecodeRequest(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         sampling: _inference_pb2.SamplingParams | None = ...,
         prefill_here: _builtins.bool = ...,
+        bundle_id: _builtins.str = ...,
+        stream: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "num_prompt_tokens", b"num_prompt_tokens", "prefill_here", b"prefill_here", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "bundle_id", b"bundle_id", "num_prompt_tokens", b"num_prompt_tokens", "prefill_here", b"prefill_here", "request_id", b"request_id", "sampling", b"sampling", "stream", b"stream", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class BundleCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUNDLE_ID_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    bundle_id: _builtins.str
+    """in the first one, which opens the bundle"""
+    stream: _builtins.int
+    """in all others: to pause it, or to let it go on"""
+    pause: _builtins.bool
+    def __init__(
+        self,
+        *,
+        bundle_id: _builtins.str = ...,
+        stream: _builtins.int = ...,
+        pause: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle_id", b"bundle_id", "pause", b"pause", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BundleCommand: _TypeAlias = BundleCommand  # noqa: Y015
+
+@_typing.final
+class TokenBundle(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___BundledTokens]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___BundledTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenBundle: _TypeAlias = TokenBundle  # noqa: Y015
+
+@_typing.final
+class BundledTokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    message: _builtins.bytes
+    """a GenerateResponse; empty if the sequence goes on elsewhere"""
+    last: _builtins.bool
+    """the stream ends"""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        message: _builtins.bytes = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "message", b"message", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BundledTokens: _TypeAlias = BundledTokens  # noqa: Y015
 
 @_typing.final
 class DecodeTarget(_message.Message):

@@ -362,3 +362,81 @@ class Decode:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class BundlesStub:
+    """Beside Decode, on the same worker.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Open = channel.stream_stream(
+                '/pdserve.v1.Bundles/Open',
+                request_serializer=protos_dot_decode__pb2.BundleCommand.SerializeToString,
+                response_deserializer=protos_dot_decode__pb2.TokenBundle.FromString,
+                _registered_method=True)
+
+
+class BundlesServicer:
+    """Beside Decode, on the same worker.
+    """
+
+    def Open(self, request_iterator, context):
+        """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
+        sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
+        where they were made. Lasts as long as both want it; what answers in it fails with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BundlesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Open': grpc.stream_stream_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=protos_dot_decode__pb2.BundleCommand.FromString,
+                    response_serializer=protos_dot_decode__pb2.TokenBundle.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.Bundles', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.Bundles', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Bundles:
+    """Beside Decode, on the same worker.
+    """
+
+    @staticmethod
+    def Open(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.Bundles/Open',
+            protos_dot_decode__pb2.BundleCommand.SerializeToString,
+            protos_dot_decode__pb2.TokenBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -96,3 +96,29 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _aio.Server) -> None: ...
+
+class BundlesStub:
+    """Beside Decode, on the same worker."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Open: _aio.StreamStreamMultiCallable[_decode_pb2.BundleCommand, _decode_pb2.TokenBundle]
+    """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
+    sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
+    where they were made. Lasts as long as both want it; what answers in it fails with it.
+    """
+
+class BundlesServicer(metaclass=_abc_1.ABCMeta):
+    """Beside Decode, on the same worker."""
+
+    @_abc_1.abstractmethod
+    def Open(
+        self,
+        request_iterator: _abc.AsyncIterator[_decode_pb2.BundleCommand],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_decode_pb2.BundleCommand], _abc.AsyncIterator[_decode_pb2.TokenBundle]],
+    ) -> _abc.AsyncIterator[_decode_pb2.TokenBundle]:
+        """The tokens of all that decodes here for one router: a message for what has come since the last one, not one for each
+        sequence. Its first message is empty and tells that Decode calls may name it. They then answer here, and end, or fail,
+        where they were made. Lasts as long as both want it; what answers in it fails with it.
+        """
+
+def add_BundlesServicer_to_server(servicer: BundlesServicer, server: _aio.Server) -> None: ...

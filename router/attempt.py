@@ -2,7 +2,7 @@
 
 A sequence that is handed over from one decode worker to another goes on as an attempt of its own.
 
-Tokens are bytes of `GenerateResponse`, passed on as they came; nothing here looks into those of the decode worker.
+Tokens are bytes of `GenerateResponse`; nothing here looks into those of the decode worker.
 """
 
 from __future__ import annotations
@@ -10,51 +10,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import grpc
-import grpc.aio
-
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, tracing
-from protos.channel import bytes_stream, service_errors
-from protos.errors import ServiceError, WorkerLost, from_rpc_error, is_connection_failure
-from router.links import Link, Links
+from protos.channel import service_errors
+from router.leg import DecodeLeg, decode_leg, ended_early, leg_errors
+from router.links import Links
 from router.messages import decode_request, prefill_request, target_message
-from router.placement import Candidate, Placement, WorkerId
+from router.placement import Candidate, Placement
 from router.validation import Request
 
-DECODE_METHOD = "/pdserve.v1.Decode/Decode"
 _HAND_OVER_S = 30.0  # of a running sequence; several wait for each other
 _STATISTICS_S = 1.0  # for prefill's, when the answer is complete already: it goes without them
 
 Messages: TypeAlias = AsyncGenerator[bytes, None]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLeg:
-    """An open Decode call."""
-
-    worker: Candidate
-    link: Link
-    call: grpc.aio.UnaryStreamCall[bytes, bytes]
-
-    async def read(self) -> bytes | None:
-        """The next message; None at the end."""
-        with _leg(self.worker, self.link):
-            raw = await self.call.read()
-        return raw if isinstance(raw, bytes) else None
-
-
-class AttemptFailed(Exception):
-    """A leg failed. `is_connection`: the worker said nothing, it is gone or going."""
-
-    def __init__(self, error: ServiceError, worker_id: WorkerId, *, is_connection: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.worker_id = worker_id
-        self.is_connection = is_connection
 
 
 @dataclass(slots=True, eq=False)
@@ -78,20 +49,16 @@ class Attempt:
         default_factory=list
     )  # kept for the first token: without it they come to nothing
 
-    async def messages(self) -> Messages:
+    def messages(self) -> Messages:
         """Every message of the answer from here on. Raises AttemptFailed."""
         prefill, decode = self.placement.prefill, self.placement.decode
         if decode is not None and (prefill is None or self.arrives):
-            legs = self._one_leg(decode)
-        elif prefill is not None and decode is None:
-            legs = self._prefill_alone(prefill)
-        elif prefill is not None and decode is not None:
-            legs = self._two_legs(prefill, decode)
-        else:
-            raise ValueError("a placement names at least one worker")
-        async with aclosing(legs):
-            async for raw in legs:
-                yield raw
+            return self._one_leg(decode)
+        if prefill is not None and decode is None:
+            return self._prefill_alone(prefill)
+        if prefill is not None and decode is not None:
+            return self._two_legs(prefill, decode)
+        raise ValueError("a placement names at least one worker")
 
     async def hand_over(self, target: Candidate, attempt_id: str) -> inference_pb2.DecodeStats:
         """Has the decode worker hand the sequence over to `target`; its messages end then, and the answer has not.
@@ -162,7 +129,6 @@ class Attempt:
                     leg.call.cancel()
                 await asyncio.wait([prefilling], timeout=_STATISTICS_S)
             finally:
-                leg.call.cancel()
                 await _cancelled(prefilling, second)
 
     def _taken_scores(self) -> Iterator[bytes]:
@@ -174,12 +140,9 @@ class Attempt:
     @asynccontextmanager
     async def _decode_leg(self, worker: Candidate, *, prefill_here: bool) -> AsyncIterator[DecodeLeg]:
         request = decode_request(self.request, self.attempt_id, self.token_ids, prefill_here=prefill_here)
-        async with self.links.to(worker) as link:
-            call = bytes_stream(link.channel, DECODE_METHOD)(
-                request.SerializeToString(), timeout=self.timeout_s, metadata=self.span.headers
-            )
-            with link.follow(call):
-                yield DecodeLeg(worker, link, call)
+        headers = self.span.headers
+        async with self.links.to(worker) as link, decode_leg(worker, link, request, self.timeout_s, headers) as leg:
+            yield leg
 
     async def _run_prefill(
         self, worker: Candidate, decode: Candidate | None, first: asyncio.Future[inference_pb2.GenerateResponse]
@@ -190,7 +153,7 @@ class Attempt:
             call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(
                 request, timeout=self.timeout_s, metadata=self.span.headers
             )
-            with link.follow(call), _leg(worker, link):
+            with link.follow(call), leg_errors(worker, link):
                 async for response in call:
                     if response.HasField("prompt"):
                         self.scored_prompt.append(response.prompt.SerializeToString())
@@ -238,30 +201,6 @@ async def _read_second(leg: DecodeLeg) -> bytes:
     if raw is None:
         raise ended_early(leg.worker)
     return raw
-
-
-@contextmanager
-def _leg(worker: Candidate, link: Link) -> Iterator[None]:
-    """What goes wrong on a worker's call, as AttemptFailed."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if not link.is_given_up or (task is not None and task.cancelling()):
-            raise
-        error = WorkerLost(f"worker {worker.id.name!r} has fallen silent")
-        raise AttemptFailed(error, worker.id, is_connection=True) from None
-    except grpc.aio.AioRpcError as error:
-        is_connection = is_connection_failure(error)
-        failure = from_rpc_error(error)
-        if is_connection:
-            failure = WorkerLost(f"worker {worker.id.name!r} is lost: {failure}")
-        raise AttemptFailed(failure, worker.id, is_connection=is_connection) from None
-
-
-def ended_early(worker: Candidate) -> AttemptFailed:
-    error = WorkerLost(f"worker {worker.id.name!r} ended its stream before the answer was complete")
-    return AttemptFailed(error, worker.id, is_connection=False)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

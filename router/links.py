@@ -15,6 +15,7 @@ import grpc.aio
 
 from protos.channel import open_channel
 from protos.credentials import Credentials
+from router.bundle import Bundle
 from router.placement import Candidate, WorkerId
 
 Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, Any]"
@@ -29,6 +30,18 @@ class Link:
     is_retired: bool = False
     is_given_up: bool = False
     calls: list[Call] = field(default_factory=list)
+    bundle: Bundle | None = None
+
+    def current_bundle(self) -> Bundle:
+        """A new one if there is none yet, or what was is broken."""
+        if self.bundle is None or self.bundle.is_broken:
+            self.bundle = Bundle(self.channel)
+        return self.bundle
+
+    async def close(self) -> None:
+        if self.bundle is not None:
+            await self.bundle.close()
+        await self.channel.close()
 
     @contextmanager
     def follow(self, call: Call) -> Iterator[None]:
@@ -81,9 +94,9 @@ class Links:
 
     async def close(self) -> None:
         links, self._links = self._links, {}
-        await asyncio.gather(*(link.channel.close() for link in links.values()))
+        await asyncio.gather(*(link.close() for link in links.values()))
 
     @staticmethod
     async def _close_if_unused(link: Link) -> None:
         if link.is_retired and link.num_users == 0:
-            await link.channel.close()
+            await link.close()

@@ -196,7 +196,7 @@ def emitted_tokens(raw_messages: Iterable[bytes], num_emitted: int) -> list[int]
     for raw in raw_messages:
         message = inference_pb2.GenerateResponse.FromString(raw)
         expected = num_emitted + len(token_ids)
-        if message.output_index != expected:
+        if message.token_ids and message.output_index != expected:
             raise ValueError(f"output_index is {message.output_index} where {expected} was due")
         token_ids.extend(message.token_ids)
     return token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
 
 from model.block_pool import BlockHash
@@ -17,6 +18,8 @@ from router.placement import Placement
 from router.timeline import RequestClock
 from router.validation import Request
 
+_KEPT_MESSAGES = 64
+
 
 @dataclass(slots=True, eq=False)
 class Progress:
@@ -30,7 +33,7 @@ class Progress:
     prefers: Placement | None = None
     is_choice: bool = False
     placement: Placement | None = None  # of the last attempt
-    emitted: list[int] = field(default_factory=list)  # as of the last failure
+    emitted: array[int] = field(default_factory=lambda: array("q"))  # as of the last reading back
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
     last: pb.GenerateResponse | None = None  # the message that ended the answer
     avoid: set[WorkerId] = field(default_factory=set)
@@ -70,10 +73,16 @@ class Progress:
             self._set_last(self.raw_messages[-1])
         return self.last is not None
 
+    def relayed(self, raw: bytes) -> None:
+        """Read many at once, which costs less time; of those read the tokens are kept, which cost less memory."""
+        self.raw_messages.append(raw)
+        if len(self.raw_messages) >= _KEPT_MESSAGES:
+            self.read_back()
+
     def read_back(self) -> None:
         """Learns what was emitted from what was relayed."""
         try:
-            self.emitted += emitted_tokens(self.raw_messages, len(self.emitted))
+            self.emitted.extend(emitted_tokens(self.raw_messages, len(self.emitted)))
         except ValueError as error:
             raise Internal(f"a worker sent tokens out of order: {error}") from error
         if self.raw_messages:

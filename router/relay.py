@@ -1,7 +1,7 @@
 """One request from placement to its last message: tries again before the first token, resumes after it.
 
 A resumed request is the same one with what was emitted as part of its tokens: the client sees one unbroken answer.
-Messages are passed on as bytes; they are kept, and read only if the request has to be resumed.
+Messages are passed on as bytes. What was emitted is kept, in case the request has to be resumed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from protos.tracing import Span
 from router import metrics
 from router.account import Account
 from router.admission import Gate
-from router.attempt import Attempt, AttemptFailed, ended_early
+from router.attempt import Attempt
 from router.config import PlacementPolicy, RelayPolicy
 from router.demand import Demand
+from router.leg import AttemptFailed, ended_early
 from router.links import Links
 from router.move import Move, moved
 from router.placement import Placement
@@ -158,7 +159,7 @@ class Relay:
         try:
             async with aclosing(attempt.messages()) as messages:
                 async for raw in messages:
-                    progress.raw_messages.append(raw)
+                    progress.relayed(raw)
                     if not dispatch.is_prefilled:
                         dispatch.prefilled()
                         if not attempt.arrives:

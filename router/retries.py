@@ -9,9 +9,9 @@ import grpc
 
 from protos.errors import AttemptsExhausted, DeadlineExceeded, InvalidArgument
 from router import metrics
-from router.attempt import AttemptFailed
 from router.breaker import Breakers
 from router.config import RelayPolicy
+from router.leg import AttemptFailed
 from router.retry_budget import RetryBudget
 
 _MAX_DELAY_S = 1.0

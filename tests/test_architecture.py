@@ -71,6 +71,7 @@ ONLY_FILE = {
 
 # The edges, where messages become our own dataclasses and back.
 EDGES = {
+    "decode/bundles.py",
     "decode/metrics.py",
     "decode/service.py",
     "deploy/fault_seams.py",
@@ -88,6 +89,9 @@ EDGES = {
     "router/kserve_messages.py",
     "router/kserve_service.py",
     "router/kserve_tensors.py",
+    "router/bundle.py",
+    "router/leg.py",
+    "router/merging.py",
     "router/messages.py",
     "router/metrics.py",
     "router/move.py",

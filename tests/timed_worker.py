@@ -161,14 +161,14 @@ class TimedWorker:
     async def start(self) -> None:
         await self._server.start()
         self._tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self.decode.receiver.run())]
-        self._channel = open_channel(self._server.address)
-        self.prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
-        self.decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
+        self.channel = open_channel(self._server.address)
+        self.prefill_stub = prefill_pb2_grpc.PrefillStub(self.channel)
+        self.decode_stub = decode_pb2_grpc.DecodeStub(self.channel)
 
     async def stop(self) -> None:
         self.runner.go_on()
         self.land_writes()
-        await self._channel.close()
+        await self.channel.close()
         await self._server.stop()
         await self.prefill.close()
         self.decode.close()

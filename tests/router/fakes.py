@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 
+from decode.bundles import serve_decode
 from model.chat_template import ChatMessage, ChatRejected
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, workers_pb2
 from protos import workers_pb2_grpc as workers_grpc
@@ -100,7 +101,7 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
         self.registration: asyncio.Task[None] | None = None
         self.server = GrpcServer("127.0.0.1", 0)
         self.server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self)
-        self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, _FakeDecode(self))  # type: ignore[abstract]
+        serve_decode(self.server, _FakeDecode(self))  # type: ignore[abstract]
         self._hand_over = hand_over
         self._reports: asyncio.Queue[workers_pb2.WorkerLoad | None] = asyncio.Queue()
 
