@@ -39,7 +39,7 @@ AS_THEY_GATHER = Pace(step_us=500, gathers=True)
 ANSWER_TOKENS = 4000
 MEMORY_STREAMS, MEMORY_STEP_US, MEMORY_S = 512, 20_000, 4.0
 WORKERS = (10, 100, 1000)
-NUM_PLACEMENTS = 200
+NUM_PLACEMENTS, PLACEMENTS_S = 200, 5.0
 WARM_S = 1.0
 
 
@@ -150,7 +150,8 @@ def placement_us(num_workers: int) -> float:
         table.register(profile, WorkerLoad(WorkerState.READY, num_free_blocks=NUM_BLOCKS))
     demand = Demand(num_blocks=10, num_blocks_in_all=20, wants_decode=True, num_tokens=160, num_tokens_in_all=320)
     rng, took_s = random.Random(0), []
-    for _ in range(NUM_PLACEMENTS):
+    until_s = time.perf_counter() + PLACEMENTS_S
+    while len(took_s) < NUM_PLACEMENTS and time.perf_counter() < until_s:
         began_s = time.perf_counter()
         place(table.snapshot(), demand, (), rng)
         took_s.append(time.perf_counter() - began_s)
