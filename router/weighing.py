@@ -78,18 +78,29 @@ class Weighing:
     def _found(
         self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]
     ) -> Iterator[tuple[Entry, Rank]]:
-        """Of a line up to the first that is within its limits: behind it nobody costs less."""
+        """Of a line the first, and if that is beyond its limits the first that is not: nobody behind costs less."""
         for each in lines:
             for walk in each.walks(self._rng):
+                is_first = True
                 for entry in walk:
-                    if self.is_plain(entry.worker):
+                    if (is_first or self._may_have_room(entry.worker)) and self.is_plain(entry.worker):
                         entry_rank = rank(entry)
-                        yield entry, entry_rank
+                        if is_first or not entry_rank[0]:
+                            yield entry, entry_rank
                         if not entry_rank[0]:
                             break
+                        is_first = False
         for entry in others:
             if self.is_plain(entry.worker):
                 yield entry, rank(entry)
+
+    def _may_have_room(self, worker: Candidate) -> bool:
+        """Seen at a glance: where all are full, all are looked at."""
+        if worker.role is Role.PREFILL:
+            return False  # it has more to do than one that is beyond its limits
+        most = self._policy.limits.max_sequences or worker.max_running
+        has_blocks = worker.num_free_blocks >= self._demand.num_blocks or worker.releases
+        return bool(has_blocks) and not (most and worker.num_active >= most)
 
     def is_plain(self, worker: Candidate) -> bool:
         return self._may_take(worker) and self._misfit(worker) == (False, False)
