@@ -43,6 +43,11 @@ class NoTokenizer:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         raise NotImplementedError
 
+    num_leading_spaces = 0
+
+    def token_bytes(self, token_id: int) -> bytes:
+        raise NotImplementedError
+
 
 CARD = ModelCard("mock", "Mock", 1_000_000, 1000, (0,), NoTokenizer())
 
