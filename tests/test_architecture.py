@@ -94,6 +94,7 @@ EDGES = {
     "router/openai_requests.py",
     "router/openai_responses.py",
     "router/pools_service.py",
+    "router/progress.py",
     "router/relay.py",
     "router/server.py",
     "router/service.py",
