@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import door_options, options, router_options, security_options
+from deploy import door_options, options, security_options
 from deploy.key_commands import key
 from deploy.logs import configure_logging
-from deploy.placement_options import placement_options, take_policy
+from deploy.policy_options import policy_options, take_policies
 from deploy.process import follow_parent
 from deploy.store_options import store_options
 from deploy.tracing import otlp_option, traced
@@ -99,12 +99,10 @@ def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) ->
 @click.option("--colocated", "num_colocated", type=options.COUNT, default=0, help="Workers that do both.")
 @options.host_option
 @options.port_option
-@door_options.http_port_option()
-@door_options.kserve_option
+@door_options.door_options
 @options.threads_option
 @options.worker_options
-@router_options.admission_options
-@placement_options
+@policy_options
 @options.drain_option
 @security_options.serving_options
 @security_options.keys_option
@@ -148,11 +146,9 @@ def worker(log_level: str, log_format: str, **settings: Any) -> None:
 @options.model_option
 @options.host_option
 @options.port_option
-@door_options.http_port_option()
-@door_options.kserve_option
+@door_options.door_options
 @options.metrics_option
-@router_options.admission_options
-@placement_options
+@policy_options
 @options.drain_option
 @store_options
 @security_options.serving_options
@@ -169,8 +165,7 @@ def router(log_level: str, log_format: str, **settings: Any) -> None:
     from router.config import RouterConfig
     from router.server import serve_router
 
-    placement, admission = take_policy(settings), router_options.take_policy(settings)
-    config = RouterConfig(placement=placement, admission=admission, **settings, security=security)
+    config = RouterConfig(**take_policies(settings), **settings, security=security)
     with traced("pdserve-router", f"{config.host}:{config.port}"):
         uvloop.run(serve_router(config))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from deploy.options import F, setting
+from deploy.options import F, group_of, setting
 
 
 def _http_port(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
@@ -31,3 +31,5 @@ def http_port_option(default: str = "8080") -> Callable[[F], F]:
 kserve_option = setting(
     "--kserve/--no-kserve", default=True, help="Serve KServe's v2 gRPC too, at the router's own port."
 )
+
+door_options = group_of(http_port_option(), kserve_option)

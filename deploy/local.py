@@ -23,7 +23,7 @@ from deploy.process import ChildProcess, Command, ProcessEnded
 from deploy.progress import Progress, Silent, shown
 from protos.client import PdserveClient
 from protos.errors import DeadlineExceeded, ServiceError
-from protos.values import Status, WorkerStatus
+from protos.status_values import Status, WorkerStatus
 
 ROUTER = "router"
 _ROOT = Path(__file__).resolve().parent.parent

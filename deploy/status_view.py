@@ -11,7 +11,7 @@ from rich.table import Table
 from deploy.security_options import Connect
 from protos.client import PdserveClient
 from protos.errors import DeadlineExceeded
-from protos.values import Status, WorkerStatus
+from protos.status_values import Status, WorkerStatus
 
 _COLUMNS = ("worker", "role", "state", "address", "metrics")
 _NUMBERS = ("wait", "run", "queued", "blocks")

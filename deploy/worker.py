@@ -46,7 +46,7 @@ from protos import workers_pb2
 from protos.errors import ServiceError
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
-from protos.values import ROLES
+from protos.status_values import ROLES
 
 logger = logging.getLogger(__name__)
 

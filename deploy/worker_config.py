@@ -10,7 +10,7 @@ from kvtransfer.faults import FaultPlan
 from model.sampling_params import MAX_DRAFT_TOKENS
 from protos.security import Security
 from protos.serve import ServerLimits
-from protos.values import ROLES
+from protos.status_values import ROLES
 
 # The router gives up a client that does not read well before we give up the router that waits for it.
 LIMITS = ServerLimits(unread_s=60.0)

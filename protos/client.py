@@ -15,8 +15,9 @@ from protos.channel import open_channel, service_errors
 from protos.credentials import Credentials
 from protos.errors import Internal, InvalidArgument, Unavailable
 from protos.secret import ClusterSecret
+from protos.status_values import ROLES, Status
 from protos.tls import TlsFiles
-from protos.values import ROLES, ChatMessage, Chunk, Model, Sampling, Status, Summary
+from protos.values import ChatMessage, Chunk, Model, Sampling, Summary
 
 Answer: TypeAlias = AsyncGenerator[Chunk | Summary, None]
 """Chunks as they come, then one Summary. Leaving it early (or `aclose`) cancels the request."""

@@ -16,7 +16,7 @@ from typing import Self
 from deploy.process import ChildProcess, Command
 from protos.client import PdserveClient
 from protos.errors import ServiceError
-from protos.values import WorkerStatus
+from protos.status_values import WorkerStatus
 from tests.cluster.bad_network import LINK, Namespace, Network
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ import pytest_asyncio
 
 from deploy.local import ROUTER, LocalCluster
 from protos.client import PdserveClient
-from protos.values import Sampling, Usage, WorkerStatus
+from protos.status_values import WorkerStatus
+from protos.values import Sampling, Usage
 from tests.cluster.asking import ask
 from tests.cluster.timed_cluster import expected, timed_config, until
 from tests.cluster.tiny_model import VOCAB_SIZE, TinyModel

@@ -15,7 +15,7 @@ from deploy.local import LocalCluster
 from deploy.process import ChildProcess, Command
 from protos.client import PdserveClient
 from protos.errors import ServiceError
-from protos.values import Status
+from protos.status_values import Status
 from tests.cluster.asking import Answered
 from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config
 from tests.cluster.tiny_model import TinyModel

@@ -15,7 +15,8 @@ from deploy.local import ClusterConfig, LocalCluster
 from model.kv_layout import KVLayout
 from model.timed_runner import expected_tokens
 from protos.client import PdserveClient
-from protos.values import Sampling, WorkerStatus
+from protos.status_values import WorkerStatus
+from protos.values import Sampling
 from tests.cluster.asking import Answered, ask
 from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
 

@@ -234,5 +234,5 @@ def test_up_passes_on_what_it_does_not_decide_itself() -> None:
 
 def test_up_passes_on_what_the_router_admits() -> None:
     arguments = ["--max-queued", "7", "--max-queue-s", "2.5", "--max-backlog-s", "3.0", "--max-sequences", "9"]
-    context = cli.commands["up"].make_context("up", arguments)
+    context = cli.commands["up"].make_context("up", [*arguments])
     assert list(cluster_config(context, context.params).router_arguments[:8]) == arguments

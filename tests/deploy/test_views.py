@@ -15,7 +15,8 @@ from protos.calls import Context
 from protos.client import Answer
 from protos.errors import DeadlineExceeded, InvalidArgument
 from protos.serve import GrpcServer
-from protos.values import Chunk, Stage, Status, Summary, Timeline, Usage, WorkerStatus
+from protos.status_values import Status, WorkerStatus
+from protos.values import Chunk, Stage, Summary, Timeline, Usage
 
 
 def text_console(width: int = 80) -> Console:
