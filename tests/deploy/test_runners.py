@@ -10,6 +10,7 @@ import click
 import pytest
 import torch
 
+from deploy import security_options
 from deploy.cli import cli
 from deploy.runners import load_runner, max_context_tokens, warm_up
 from deploy.worker_config import WorkerConfig
@@ -44,8 +45,9 @@ def config(folder: Path, **settings: Any) -> WorkerConfig:
     command = cli.commands["worker"]
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     context = command.make_context("worker", ["--model", str(folder), *arguments])
-    del context.params["log_level"]
-    return WorkerConfig(**context.params)
+    security = security_options.taken_from(context.params, is_worker=True)
+    of_worker = {name: value for name, value in context.params.items() if not name.startswith("log_")}
+    return WorkerConfig(**of_worker, security=security)
 
 
 @pytest.mark.parametrize("runner", ["torch", "timed"])
