@@ -149,7 +149,8 @@ def placement_us(num_workers: int) -> float:
         profile = WorkerProfile(WorkerId(f"w{number}", "1"), "mock:1", role, True, "mock", "", layout, NUM_BLOCKS)
         table.register(profile, WorkerLoad(WorkerState.READY, num_free_blocks=NUM_BLOCKS))
     demand = Demand(num_blocks=10, num_blocks_in_all=20, wants_decode=True, num_tokens=160, num_tokens_in_all=320)
-    rng, took_s = random.Random(0), []
+    rng = random.Random(0)
+    took_s: list[float] = []
     until_s = time.perf_counter() + PLACEMENTS_S
     while len(took_s) < NUM_PLACEMENTS and time.perf_counter() < until_s:
         began_s = time.perf_counter()
