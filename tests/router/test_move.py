@@ -12,7 +12,6 @@ from protos import workers_pb2
 from protos.client import PdserveClient
 from protos.errors import FailedPrecondition, Internal, NotFound, ResourceExhausted
 from protos.values import Sampling, Summary
-from router.placement import Role
 from tests.router.asking import PROMPT, answer
 from tests.router.fakes import POLICY, FakeFleet, FakeWorker, Hook, plain_loop, ready_load, running_fleet
 
@@ -151,15 +150,27 @@ async def test_is_tried_again_while_there_is_no_room(fleet: FakeFleet, client: P
 
 
 async def test_worker_that_reports_too_few_blocks_is_not_asked(fleet: FakeFleet, client: PdserveClient) -> None:
-    drained_at(fleet, 3)
+    go_on = asyncio.Event()
+
+    async def hold(attempt_id: str, count: int) -> None:
+        if count == len(PROMPT) + 3:
+            await go_on.wait()
+        await asyncio.sleep(0.004)
+
     for name in ("d0", "d1"):
-        fleet.workers[name].report(ready_load(num_free_blocks=3))
+        fleet.workers[name].hooks["decode.token"] = hold
+    answering = asyncio.create_task(answer(client, Sampling(max_tokens=NUM_TOKENS)))
     async with asyncio.timeout(5):
-        while any(w.num_free_blocks > 3 for w in fleet.router.table.snapshot() if Role.DECODE in w.role):
+        while not any(fleet.workers[name].decodes for name in ("d0", "d1")):
             await asyncio.sleep(0.001)
-    tokens, _, summary = await answer(client, Sampling(max_tokens=NUM_TOKENS))
+        first, other = placed_on(fleet)
+        other.report(ready_load(num_free_blocks=3))
+        while any(w.num_free_blocks > 3 for w in fleet.router.table.snapshot() if w.id.name == other.name):
+            await asyncio.sleep(0.001)
+    fleet.router.table.set_draining(first.name, True)
+    go_on.set()
+    tokens, _, summary = await answering
     assert tokens == plain_loop(PROMPT, NUM_TOKENS)
-    first, other = placed_on(fleet)
     assert (summary.usage.num_moves, first.departures, other.decodes) == (0, [], [])
     await fleet.settled()
 

@@ -153,6 +153,7 @@ async def test_resumed_answer_does_not_wait_behind_new_ones(narrow: FakeFleet, c
     go_on = held(narrow)
     answers = asked(client, 5)
     await waiting(narrow, 3)
+    await decoding(narrow, [1, 1])
     dying, staying = all_workers(narrow, "d")
     await dying.die()
     async with asyncio.timeout(5):
@@ -174,7 +175,7 @@ async def several(client: PdserveClient, num_choices: int) -> list[list[int]]:
 
 
 async def test_answers_to_one_request_do_not_wait_behind_others(narrow: FakeFleet, client: PdserveClient) -> None:
-    """The other three run on the pair of the first, and one that is tried again goes on at once."""
+    """The other three begin on the pair of the first while others wait for it."""
     go_on = held(narrow)
     asking = asyncio.create_task(several(client, 4))
     await decoding_in_all(narrow, 1)

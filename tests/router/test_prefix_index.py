@@ -91,8 +91,8 @@ class Streams(RuleBasedStateMachine):
     def _deliver(self, name: str, at: int) -> None:
         process = self.processes[name]
         changes = process.under_way.pop(at)
-        self.old.append((process.id, changes))
         if name in self.present:
+            self.old.append((process.id, changes))
             process.heard.hear(changes)
         if self.index.apply(process.id, changes):
             process.feed.dump()
