@@ -104,8 +104,7 @@ def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) ->
 @options.worker_options
 @policy_options
 @options.drain_option
-@security_options.serving_options
-@security_options.keys_option
+@security_options.router_options
 @otlp_option
 @click.pass_context
 def up(context: click.Context, /, **settings: Any) -> None:
@@ -151,8 +150,7 @@ def worker(log_level: str, log_format: str, **settings: Any) -> None:
 @policy_options
 @options.drain_option
 @store_options
-@security_options.serving_options
-@security_options.keys_option
+@security_options.router_options
 @options.log_options
 @otlp_option
 def router(log_level: str, log_format: str, **settings: Any) -> None:

@@ -78,6 +78,7 @@ serving_options = group_of(
 keys_option = click.option(
     "--keys-file", type=_FILE, metavar="FILE", help="Ask callers for API keys: those of `pdserve key create`."
 )
+router_options = group_of(serving_options, keys_option)
 
 
 def taken_from(settings: dict[str, Any], *, is_worker: bool = False) -> Security:
