@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import prometheus_client
 
@@ -30,22 +30,22 @@ from protos.tls import server_context
 from router.admission import Gate
 from router.card import ModelCard
 from router.config import RouterConfig
-from router.http_server import HttpServer
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
 from router.metrics import QueueCollector, WorkersCollector
-from router.openai_server import OpenAIDoor
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
 from router.rate_limits import RateLimits
-from router.redis_store import RedisStore
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.shared_table import SharedWorkers
 from router.sharing import Sharing
 from router.store import MemoryStore, Store
 from router.workers import WorkerTable
+
+if TYPE_CHECKING:
+    from router.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +117,16 @@ class Router:
         self._kserve = KServeService(self.inference, card, self._is_ready)
         if config.kserve:
             self._server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, self._kserve)
-        openai = OpenAIDoor(self.inference, card, self._is_ready, keys)
-        context = server_context(tls) if tls is not None and config.http_port is not None else None
-        self._http = (
-            None if config.http_port is None else HttpServer(openai.app, config.host, config.http_port, context)
-        )
+        self._http = None if config.http_port is None else self._http_server(config.http_port, card, keys)
         self._sharing: Sharing | None = None
         self._stack = AsyncExitStack()
+
+    def _http_server(self, port: int, card: ModelCard, keys: Authenticator | None) -> HttpServer:
+        from router.http_server import HttpServer  # with all below it takes a third of a second to import
+        from router.openai_server import OpenAIDoor
+
+        door, tls = OpenAIDoor(self.inference, card, self._is_ready, keys), self._config.security.tls
+        return HttpServer(door.app, self._config.host, port, None if tls is None else server_context(tls))
 
     @property
     def address(self) -> str:
@@ -188,8 +191,11 @@ class Router:
             self._pools.metrics_address = server.address
 
     def _share(self, stack: AsyncExitStack) -> None:
-        url = self._config.store
-        store: Store = RedisStore(url, self._config.store_namespace) if url else MemoryStore()
+        store: Store = MemoryStore()
+        if self._config.store:
+            from router.redis_store import RedisStore  # a fifth of a second, and most routers are alone
+
+            store = RedisStore(self._config.store, self._config.store_namespace)
         stack.push_async_callback(store.close)
         router_id = f"{self.address}-{secrets.token_hex(4)}"
         self._sharing = Sharing(store, router_id, self.address, SharedWorkers(self.table))
