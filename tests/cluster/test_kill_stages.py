@@ -38,7 +38,7 @@ VICTIMS = [  # each of a pool, and then of the other
     ("decode-1", "kill at first-step 2"),
     ("prefill-0", "kill at committing 2"),
     ("decode-0", "kill at mid-stream 5"),
-    ("prefill-1", "kill at committed 2"),
+    ("prefill-1", "kill at committed 1"),
     ("prefill-0", "kill at releasing 1; corrupt commit 2"),  # a record that is refused is followed by a release
 ]
 NOT_NEEDED_ANY_MORE = [VICTIMS[-1][1], "kill at mid-stream 5"]  # the last of each pool
