@@ -21,7 +21,7 @@ demo: .venv  ## a real chat model, on 1 prefill and 1 decode worker of this mach
 	@$(BIN)/pdserve demo $(if $(ONCE),--once) $(if $(value PROMPT),--prompt '$(subst ','\'',$(value PROMPT))')
 
 test: lint  ## all checks: lint, then the tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv  ## ruff and mypy --strict
 	@$(BIN)/ruff check -q .

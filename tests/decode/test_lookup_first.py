@@ -16,6 +16,7 @@ from decode.drafter import Observed
 from decode.lookup_first import LookupFirst
 from decode.ngram import INDEXED_AT_A_QUESTION
 from decode.outlook import Outlook
+from model.grammar import Matcher
 from model.prompt_scores import PromptScores
 from model.runner import Chunk, DraftingState
 from model.sampling_params import SamplingParams
@@ -98,6 +99,7 @@ def test_chunk_with_another_state_is_the_same_otherwise() -> None:
     """Every field of it, whatever a chunk will have."""
     whole, state = chunk(NEW), DraftingState()
     whole = replace(whole, num_prompt_tokens=3, parents=(-1,), sampling=SamplingParams(4), scores=PromptScores(0, 3))
+    whole = replace(whole, matcher=cast(Matcher, object()))
     names = {field.name for field in fields(Chunk)}
     assert all(getattr(whole, name) != getattr(Chunk((), 0, ()), name) for name in names)
     other = whole.with_state(state)

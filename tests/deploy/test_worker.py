@@ -15,6 +15,7 @@ from deploy.worker_config import WorkerConfig
 from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, StepOutput
 from model.timed_runner import StepTiming, TimedRunner
+from protos.security import Security
 
 
 class Recorder(TimedRunner):
@@ -42,5 +43,5 @@ async def test_it_is_warm_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(deploy.worker, "load_runner", lambda config, folder: runner)
     monkeypatch.setattr(deploy.worker, "Worker", Worker)
-    await serve_worker(cast(WorkerConfig, SimpleNamespace(model=str(tmp_path))))
+    await serve_worker(cast(WorkerConfig, SimpleNamespace(model=str(tmp_path), security=Security())))
     assert ran_before_serving == [(0, 256), (256, 1), (256, 1)]  # a prompt, a decode step, and one with drafts
