@@ -17,16 +17,9 @@ from router.retry_budget import RetryBudget
 _MAX_DELAY_S = 1.0
 _MAX_TOLD_DELAY_S = 5.0  # as a worker asks for
 
-# What a worker may say that is no sign of sickness: the request is wrong, its time is over, or there is no room now.
-_HEALTHY = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
+# What a worker says of itself. Else the request is wrong, or there is no room, or somebody else has gone: when one
+# worker dies, all that it was handing over fails on others, which are well.
+_SICK = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 
 
 class Retries:
@@ -54,7 +47,7 @@ class Retries:
         """
         error = failure.error
         metrics.LEG_FAILURES.labels(error.reason).inc()
-        if failure.is_connection or error.code not in _HEALTHY:
+        if failure.is_connection or error.code in _SICK:
             self.breakers.failed(failure.worker_id, time.monotonic())
         if isinstance(error, InvalidArgument):
             raise error

@@ -25,7 +25,7 @@ from tests.cluster.tiny_model import EOS, VOCAB_SIZE, TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUM_REQUESTS, NUM_TOKENS = 8, 24
+NUM_REQUESTS, NUM_TOKENS = 16, 24  # so many that a worker gets some although it was measured slower than the other
 TIMING = {"prefill_base_s": 0.005, "prefill_token_s": 0.0002, "decode_base_s": 0.01, "decode_sequence_s": 0.0002}
 VICTIMS = [  # each of a pool, and then of the other
     ("prefill-0", "kill at reserving 2"),

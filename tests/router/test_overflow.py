@@ -11,6 +11,7 @@ from protos import inference_pb2 as pb
 from protos.caller import Caller, Limits, current_caller
 from protos.client import PdserveClient
 from protos.errors import (
+    Aborted,
     AttemptsExhausted,
     DeadlineExceeded,
     Internal,
@@ -19,6 +20,7 @@ from protos.errors import (
     NoWorker,
     Overloaded,
     ServiceError,
+    Unavailable,
 )
 from protos.values import Chunk, Sampling, Summary
 from router.breaker import BreakerState
@@ -305,6 +307,17 @@ async def test_what_the_client_did_wrong_is_no_failure_of_a_worker() -> None:
         fails(fleet, "p0", InvalidArgument("too long"))
         for _ in range(10):
             with pytest.raises(InvalidArgument):
+                await answer(client, SHORT)
+        assert fleet.router._relay.breakers.avoided(asyncio.get_running_loop().time()) == set()
+
+
+@pytest.mark.parametrize("error", [Unavailable("the sender is gone"), Aborted("the ticket has ended")])
+async def test_what_happened_to_its_peer_is_no_failure_of_a_worker(error: ServiceError) -> None:
+    """A worker that dies takes all that it was handing over with it: those who tell of it must not be avoided."""
+    async with running_fleet(1, 1) as fleet, PdserveClient(fleet.router.address) as client:
+        fails(fleet, "p0", error)
+        for _ in range(2):
+            with pytest.raises(AttemptsExhausted):
                 await answer(client, SHORT)
         assert fleet.router._relay.breakers.avoided(asyncio.get_running_loop().time()) == set()
 
