@@ -28,9 +28,12 @@ from bench.router_load_report import LatencyRow, Memory, PeerRow, RateRow
 from bench.router_load_sides import Bench, Measured, Side
 from bench.router_load_worker import NUM_BLOCKS, Pace
 from model.kv_layout import KVLayout
-from router.placement import Demand, Role, WorkerId, place
+from router.candidate import Role, WorkerId
+from router.demand import Demand
+from router.placement import place
 from router.profile import WorkerProfile
-from router.workers import WorkerLoad, WorkerState, WorkerTable
+from router.worker import WorkerLoad, WorkerState
+from router.workers import WorkerTable
 
 STREAMS = (1, 64, 512)
 STEP_US = {1: 20_000, 64: 20_000, 512: 100_000}  # of what is asked for latency: far below what the router can do

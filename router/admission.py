@@ -14,10 +14,10 @@ from itertools import islice, takewhile
 
 from protos.errors import DeadlineExceeded, NoWorker, Overloaded
 from router import metrics
+from router.candidate import WorkerId
 from router.config import AdmissionPolicy
 from router.drain_rate import DrainRate
 from router.fair_queue import FairQueue, QueueLimits
-from router.placement import WorkerId
 from router.refusals import Refusals
 from router.turns import Admitted, Ask, Turn
 

@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, tracing
 from protos.channel import service_errors
+from router.candidate import Candidate
 from router.leg import DecodeLeg, decode_leg, ended_early, leg_errors
 from router.links import Links
 from router.messages import decode_request, prefill_request, target_message
-from router.placement import Candidate, Placement
+from router.placement import Placement
 from router.validation import Request
 
 _HAND_OVER_S = 30.0  # of a running sequence; several wait for each other

@@ -9,7 +9,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass
 
-from router.placement import WorkerId
+from router.candidate import WorkerId
 
 
 class BreakerState(enum.Enum):

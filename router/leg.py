@@ -13,9 +13,9 @@ from protos import decode_pb2
 from protos.channel import bytes_stream
 from protos.errors import ServiceError, WorkerLost, from_rpc_error, is_connection_failure
 from protos.tracing import Headers
+from router.candidate import Candidate, WorkerId
 from router.inbox import Inbox
 from router.links import Link
-from router.placement import Candidate, WorkerId
 
 DECODE_METHOD = "/pdserve.v1.Decode/Decode"
 _LAST_S = 5.0  # between the end of a call and the last message of it in the bundle, or the other way round

@@ -16,7 +16,7 @@ import grpc.aio
 from protos.channel import open_channel
 from protos.credentials import Credentials
 from router.bundle import Bundle
-from router.placement import Candidate, WorkerId
+from router.candidate import Candidate, WorkerId
 
 Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, Any]"
 

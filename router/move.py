@@ -13,8 +13,10 @@ from protos import inference_pb2 as pb
 from protos.errors import ServiceError
 from router import metrics
 from router.attempt import Attempt
+from router.candidate import Candidate, WorkerId
+from router.demand import Demand
 from router.dispatch import Dispatch
-from router.placement import Candidate, Demand, Placement, WorkerId, place_moved
+from router.placement import Placement, place_moved
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)

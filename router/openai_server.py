@@ -24,7 +24,7 @@ from protos.errors import ServiceError, Unavailable
 from router.answering import Answering, Messages
 from router.card import ModelCard
 from router.http_call import Call, as_json, event
-from router.merge import merged
+from router.interleaving import interleaved
 from router.openai_document import document
 from router.openai_errors import SERVER, Problem, internal, problem_of
 from router.openai_requests import AnswerBody, ChatBody, CompletionBody
@@ -105,7 +105,7 @@ class OpenAIDoor:
         """Raises Problem, before the first words or after."""
         answer = Answer(form, self._spelling, call.request_id, self._card.name, body.n or 1, body.wants_usage)
         try:
-            async with aclosing(merged(streams)) as messages:
+            async with aclosing(interleaved(streams)) as messages:
                 async for prompt, raw in messages:
                     pieces = answer.read(prompt, raw)
                     if not body.stream:

@@ -20,8 +20,6 @@ from router.demand import Demand
 from router.fleet import Entry, Fleet, Pools
 from router.weighing import Pick, Weighing
 
-__all__ = ["Candidate", "Demand", "Grounds", "Placement", "Role", "WorkerId", "can_serve", "place", "place_moved"]
-
 
 class Grounds(enum.Enum):
     """What decided, for those who count."""

@@ -21,8 +21,8 @@ from router.messages import (
     status_of,
 )
 from router.service import InferenceService
-from router.worker import Routers
-from router.workers import Worker, WorkerTable
+from router.worker import Routers, Worker
+from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 

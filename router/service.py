@@ -48,6 +48,7 @@ from router.validation import (
 from router.workers import WorkerTable
 
 SERVICE = "pdserve.v1.Inference"
+_LONGEST_S = 86400.0  # a deadline further off is none: gRPC's times overflow, and calls to workers would end at once
 
 
 class InferenceService:
@@ -128,6 +129,7 @@ class InferenceService:
         self, check: Callable[[], UnresolvedRequest], remaining_s: float | None, caller: Caller
     ) -> AsyncGenerator[bytes, None]:
         clock = RequestClock()
+        remaining_s = None if remaining_s is not None and remaining_s > _LONGEST_S else remaining_s
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
         with _outcome_counted():
             if self.is_draining:

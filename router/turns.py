@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from router.candidate import WorkerId
 from router.dispatch import Dispatch
 from router.fair_queue import Charge, Waiting
-from router.placement import Placement, WorkerId
+from router.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

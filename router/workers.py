@@ -22,8 +22,6 @@ from router.profile import WorkerProfile, refuse_misfit
 from router.shared_records import SentLoad
 from router.worker import DumpCache, Replaced, Worker, WorkerLoad, WorkerState
 
-__all__ = ["Replaced", "Worker", "WorkerLoad", "WorkerState", "WorkerTable"]
-
 _SETTLE_S = 0.1  # a report may have been under way for so long: what was sent since is counted beside it
 _SILENCE_S = 5.0  # workers report every second; one that is silent gets nothing new
 _REMEMBER_LOST_S = 300.0

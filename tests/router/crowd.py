@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from protos.errors import NoWorker, ServiceError
 from router.admission import Gate
+from router.candidate import Candidate, Role, WorkerId
 from router.config import AdmissionPolicy
 from router.dispatch import Dispatch
-from router.placement import Candidate, Placement, Role, WorkerId
+from router.placement import Placement
 from router.turns import Admitted, Ask
 from tests.kvtransfer.virtual_loop import VirtualLoop
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.breaker import BreakerPolicy, Breakers, BreakerState
-from router.placement import WorkerId
+from router.candidate import WorkerId
 from router.retry_budget import RetryBudget, RetryPolicy
 
 W, V = WorkerId("w", "e1"), WorkerId("v", "e1")

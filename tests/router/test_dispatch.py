@@ -10,10 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from router.candidate import Candidate, Role
 from router.dispatch import Dispatch
 from router.fleet import Fleet
-from router.placement import Candidate, Placement, Role
-from router.workers import Worker, WorkerLoad, WorkerState, WorkerTable
+from router.placement import Placement
+from router.worker import Worker, WorkerLoad, WorkerState
+from router.workers import WorkerTable
 from tests.router.test_workers import Clock, candidate, profile
 
 SETTLE_S = 0.1  # as long as a report may have been under way

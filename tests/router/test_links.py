@@ -7,8 +7,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
+from router.candidate import Candidate, Role, WorkerId
 from router.links import Links
-from router.placement import Candidate, Role, WorkerId
 
 CLOSED = grpc.ChannelConnectivity.SHUTDOWN
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 
 from router.breaker import Breakers
+from router.candidate import Role, WorkerId
 from router.metrics import QueueCollector, WorkersCollector
-from router.placement import Role, WorkerId
 from router.workers import WorkerTable
 from tests.router.test_workers import READY, profile
 

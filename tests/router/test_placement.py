@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.errors import NoWorker
+from router.candidate import Candidate, Role, WorkerId
+from router.demand import Demand
 from router.fleet import Fleet
-from router.placement import Candidate, Demand, Placement, Role, WorkerId, can_serve, place, place_moved
+from router.placement import Placement, can_serve, place, place_moved
 
 DEMAND = Demand(num_blocks=4, num_blocks_in_all=10, wants_decode=True)
 ONE_TOKEN = Demand(num_blocks=4, num_blocks_in_all=4, wants_decode=False)

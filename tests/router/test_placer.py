@@ -18,14 +18,15 @@ from router import metrics
 from router.admission import Gate
 from router.breaker import BreakerPolicy, Breakers
 from router.cache_changes import CacheChanges
-from router.candidate import WorkerId
+from router.candidate import Candidate, Role, WorkerId
 from router.config import AdmissionPolicy, PlacementPolicy
-from router.placement import Candidate, Placement, Role
+from router.placement import Placement
 from router.placer import Placer
 from router.sessions import Sessions
 from router.timeline import RequestClock
 from router.validation import Request
-from router.workers import WorkerLoad, WorkerState, WorkerTable
+from router.worker import WorkerLoad, WorkerState
+from router.workers import WorkerTable
 from tests.router.test_workers import Clock, profile
 
 LAYOUT = KVLayout("m1", "float32", 2, 2, 8, block_size=4)

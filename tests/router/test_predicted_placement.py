@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from model.kv_layout import KVLayout
 from router.cache_changes import CacheChanges
+from router.candidate import Candidate, Role, WorkerId
 from router.config import LimitPolicy, PlacementPolicy
+from router.demand import Demand
 from router.fleet import Fleet
-from router.placement import Candidate, Demand, Grounds, Placement, Role, WorkerId, place
+from router.placement import Grounds, Placement, place
 from router.prediction import EXPECTED_OUTPUT_TOKENS, FIXED_SEQUENCES, Pace
 from router.prefix_index import PrefixIndex
-from router.workers import Worker, WorkerLoad, WorkerState, WorkerTable
+from router.worker import Worker, WorkerLoad, WorkerState
+from router.workers import WorkerTable
 from tests.router.test_placement import B, D, P, names, worker
 from tests.router.test_workers import profile
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from protos import inference_pb2 as pb
 from protos import workers_pb2
 from protos.client import PdserveClient
 from protos.errors import (
@@ -29,6 +30,15 @@ async def test_tokens_are_those_of_a_plain_loop(fleet: FakeFleet, client: Pdserv
     assert (usage.prefill_computed_tokens, usage.prefill_cached_tokens) == (20, 1)
     assert (usage.decode_received_tokens, usage.decode_cached_tokens) == (20, 1)
     assert (usage.num_retries, usage.num_resumes) == (0, 0)
+
+
+async def test_a_deadline_that_is_out_of_sight_is_none(fleet: FakeFleet) -> None:
+    """A client may send one of 11,000 years; as a timeout of a call to a worker it would be over at once."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.SamplingParams(max_tokens=4))
+    answers = fleet.router.inference.generate(request, 1e300)
+    messages = [pb.GenerateResponse.FromString(raw) async for raw in answers]
+    assert [token_id for message in messages for token_id in message.token_ids] == plain_loop(PROMPT, 4)
+    assert messages[-1].usage.num_retries == 0
 
 
 async def test_timeline_names_stages_and_workers_in_order(fleet: FakeFleet, client: PdserveClient) -> None:

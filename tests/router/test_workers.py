@@ -12,10 +12,13 @@ import pytest
 from model.kv_layout import KVLayout
 from protos import workers_pb2
 from protos.errors import FailedPrecondition, InvalidArgument, NotFound
+from router.candidate import Candidate, Role, WorkerId
+from router.demand import Demand
 from router.messages import status_of
-from router.placement import Candidate, Demand, Placement, Role, WorkerId, place
+from router.placement import Placement, place
 from router.profile import WorkerProfile
-from router.workers import Replaced, Worker, WorkerLoad, WorkerState, WorkerTable
+from router.worker import Replaced, Worker, WorkerLoad, WorkerState
+from router.workers import WorkerTable
 
 LAYOUT = KVLayout("m1", "float32", 2, 2, 8, block_size=16)
 READY = WorkerLoad(WorkerState.READY, num_free_blocks=100)

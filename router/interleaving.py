@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from router.answering import Messages
 
 
-async def merged(streams: Sequence[Messages]) -> AsyncGenerator[tuple[int, bytes], None]:
+async def interleaved(streams: Sequence[Messages]) -> AsyncGenerator[tuple[int, bytes], None]:
     """Messages with the index of their stream. No stream is more than one message ahead of the reader.
 
     The first failure ends all; closing it closes them.
