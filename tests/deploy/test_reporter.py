@@ -26,11 +26,16 @@ from tests.protos.certificates import Authority
 
 
 class Router(workers_pb2_grpc.WorkersServicer):
-    """Ends every stream but the last as told: with a code of gRPC's own, an error of ours, or (None) after a word."""
+    """Ends every stream but the last as told: with a code of gRPC's own, an error of ours, or (None) after a word.
 
-    def __init__(self, *ends: grpc.StatusCode | ServiceError | None) -> None:
+    With a `refusal`, it ends the last like that too, as often as it is asked: gRPC may lose a status that comes while
+    the worker is writing.
+    """
+
+    def __init__(self, *ends: grpc.StatusCode | ServiceError | None, refusal: ServiceError | None = None) -> None:
         self.registered: asyncio.Queue[str] = asyncio.Queue()
         self._ends = list(ends)
+        self._refusal = refusal
 
     async def Register(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for report in request_iterator:
@@ -44,6 +49,8 @@ class Router(workers_pb2_grpc.WorkersServicer):
                 if end is None:
                     break
                 await context.abort(end, "the connection is no more")
+            elif self._refusal is not None:
+                raise self._refusal
         yield workers_pb2.RouterCommand()
 
 
@@ -85,7 +92,7 @@ async def test_a_secret_that_changes_while_it_runs_does_not_end_it(monkeypatch: 
     async with reporting_to(router) as running, asyncio.timeout(5):
         assert [await router.registered.get() for _ in range(3)] == ["w"] * 3
         assert not running.done()
-    async with reporting_to(Router(Unauthenticated("another secret"))) as running, asyncio.timeout(5):
+    async with reporting_to(Router(refusal=Unauthenticated("another secret"))) as running, asyncio.timeout(5):
         with pytest.raises(Unauthenticated, match="another secret"):
             await running
 
@@ -113,7 +120,7 @@ async def test_a_router_that_cannot_be_trusted_is_waited_for_and_told(
 
 
 async def test_a_refusal_ends_it() -> None:
-    router = Router(FailedPrecondition("another model"))
+    router = Router(refusal=FailedPrecondition("another model"))
     async with reporting_to(router) as running, asyncio.timeout(5):
         with pytest.raises(FailedPrecondition, match="another model"):
             await running

@@ -17,6 +17,7 @@ from protos.serve import GrpcServer
 from protos.values import Sampling
 from router.bundle import Bundle
 from router.inbox import Inbox
+from router.merging import merged
 from tests.router.asking import PROMPT, FailOnce, answer
 from tests.router.fakes import FakeFleet, plain_loop, ready_load, running_fleet
 
@@ -131,6 +132,7 @@ async def test_client_that_does_not_read_makes_its_own_sequence_wait_and_no_othe
     client: PdserveClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.inbox.MAX_BYTES", 500)
+    monkeypatch.setattr("router.inbox.merged", merged)
     num_tokens = 200
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.SamplingParams(max_tokens=num_tokens))
     options = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
