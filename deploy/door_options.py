@@ -32,4 +32,11 @@ kserve_option = setting(
     "--kserve/--no-kserve", default=True, help="Serve KServe's v2 gRPC too, at the router's own port."
 )
 
-door_options = group_of(http_port_option(), kserve_option)
+direct_option = setting(
+    "--direct",
+    is_flag=True,
+    default=False,
+    help="Let clients read answers at the decode workers, whose addresses they learn; the router places and resumes.",
+)
+
+door_options = group_of(http_port_option(), kserve_option, direct_option)

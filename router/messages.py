@@ -15,7 +15,7 @@ from router.cache_changes import CacheChanges
 from router.candidate import Candidate, Role, WorkerId
 from router.card import ModelCard
 from router.profile import WorkerProfile
-from router.validation import Request
+from router.request import Request
 from router.worker import DumpCache, Routers, Worker, WorkerLoad, WorkerState
 
 _STATES = {

@@ -105,7 +105,13 @@ class Router:
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self.inference = InferenceService(
-            card, self.table, self._relay, self._gate, RateLimits(), config.max_prompt_bytes
+            card,
+            self.table,
+            self._relay,
+            self._gate,
+            RateLimits(),
+            config.max_prompt_bytes,
+            offers_direct=config.direct,
         )
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
