@@ -58,15 +58,16 @@ class Resuming:
                         if message.HasField("usage"):
                             yield message
                             return
-                        if not self._is_known(message):
+                        if not self._is_repeated:
                             self._take(message)
                             yield message
                 raise Internal("the answer ended without its summary")
             except ServiceError as error:
                 await self._prepare_next(router, error)
 
-    def _is_known(self, message: pb.GenerateResponse) -> bool:
-        """A summary that was lost is asked for with the last tokens once more."""
+    @property
+    def _is_repeated(self) -> bool:
+        """Whether only the summary is missing: it comes behind the last tokens, which are here already."""
         return self._has_failed and self._is_finished
 
     def _take(self, message: pb.GenerateResponse) -> None:
