@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import door_options, options, security_options
+from deploy import asking_options, door_options, options, security_options
 from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.policy_options import policy_options, take_policies
@@ -172,8 +172,8 @@ def router(log_level: str, log_format: str, **settings: Any) -> None:
 @cli.command()
 @click.argument("prompt")
 @security_options.router_access
-@options.sampling_options()
-@door_options.asking_options
+@asking_options.sampling_options()
+@asking_options.reading_options
 def generate(prompt: str, **settings: Any) -> None:
     """Let the model continue PROMPT."""
     from deploy.conversation import generate_once
@@ -184,8 +184,8 @@ def generate(prompt: str, **settings: Any) -> None:
 @cli.command()
 @click.argument("prompt", required=False)
 @security_options.router_access
-@options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
-@door_options.asking_options
+@asking_options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
+@asking_options.reading_options
 def chat(prompt: str | None, **settings: Any) -> None:
     """Talk to the model, or ask it PROMPT once. Input that is no terminal's is read line by line, a prompt each."""
     from deploy.conversation import CHAT_SAMPLING, Conversation, talk
