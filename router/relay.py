@@ -216,7 +216,10 @@ def _permit(progress: Progress, placement: Placement) -> bytes:
 def _attempt_span(progress: Progress, placement: Placement, *, moved: bool = False) -> Span:
     workers = {"prefill": placement.prefill, "decode": placement.decode}
     names = {role: worker.id.name for role, worker in workers.items() if worker is not None}
-    return progress.request.span.child("attempt", moved=moved, after_tokens=len(progress.emitted), **names)
+    reason = "" if moved else placement.reason
+    return progress.request.span.child(
+        "attempt", moved=moved, reason=reason, after_tokens=len(progress.emitted), **names
+    )
 
 
 async def _not_followed(moving: asyncio.Task[Move], followed: Move | None) -> None:
