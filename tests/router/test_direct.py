@@ -293,3 +293,18 @@ async def test_load_is_freed_while_it_runs_and_after(fleet: FakeFleet, client: P
     go_on.set()
     assert (await asking)[0] == WHOLE
     await fleet.settled()
+
+
+async def test_who_leaves_pays_for_what_was_read(
+    fleet: FakeFleet, client: PdserveClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr("router.rate_limits.Allowance.used", lambda self, number: used.append(number))
+    parts = client.generate(PROMPT, sampling=Sampling(max_tokens=200))
+    async for part in parts:
+        if part.output_index == 150:  # type: ignore[union-attr]
+            break
+    await parts.aclose()
+    await fleet.settled()
+    (number,) = used
+    assert number >= len(PROMPT) + 1 + 128  # all but what had not made up 64
