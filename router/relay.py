@@ -162,6 +162,7 @@ class Relay:
         moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._table, self._rng))
         try:
             if attempt.permit:
+                metrics.DIRECT.inc()
                 yield attempt.directions
             async with aclosing(attempt.messages()) as messages:
                 async for raw in messages:
