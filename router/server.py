@@ -104,8 +104,9 @@ class Router:
         self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
+        self._limits = RateLimits()
         self.inference = InferenceService(
-            card, self.table, self._relay, self._gate, RateLimits(), config.max_prompt_bytes
+            card, self.table, self._relay, self._gate, self._limits, config.max_prompt_bytes
         )
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
@@ -198,7 +199,7 @@ class Router:
             store = RedisStore(self._config.store, self._config.store_namespace)
         stack.push_async_callback(store.close)
         router_id = f"{self.address}-{secrets.token_hex(4)}"
-        self._sharing = Sharing(store, router_id, self.address, SharedWorkers(self.table))
+        self._sharing = Sharing(store, router_id, self.address, SharedWorkers(self.table), self._limits)
         self._pools.decided = self._sharing.decided
         stack.push_async_callback(self._sharing.leave)
         sharing = asyncio.create_task(self._sharing.run())

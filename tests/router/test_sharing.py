@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.candidate import Role, WorkerId
+from router.rate_limits import RateLimits
 from router.shared_records import Assignment, RouterRecord, SentLoad, VersionedAssignment
 from router.sharing import Sharing
 from router.store import MemoryStore, StoreAway
@@ -93,10 +94,9 @@ class Routers:
         self.clock = Clock()
         self.store = MovableStore(self.clock)
         self.tables = [Table() for _ in range(number)]
-        self.sharing = [
-            Sharing(self.store, f"router {index}", f"10.0.0.{index}:8500", table, self.clock)
-            for index, table in enumerate(self.tables)
-        ]
+        self.limits = [RateLimits(self.clock) for _ in range(number)]
+        self.num_restarts = 0
+        self.sharing = [self._sharing(index, f"router {index}") for index in range(number)]
 
     async def exchange(self, times: int = 1) -> None:
         for _ in range(times):
@@ -105,10 +105,13 @@ class Routers:
 
     async def restart(self, index: int) -> None:
         """As a new process: it knows nothing, and its workers have registered as they started."""
-        self.tables[index] = Table()
-        self.sharing[index] = Sharing(
-            self.store, f"router {index} again", f"10.0.0.{index}:8500", self.tables[index], self.clock
-        )
+        self.tables[index], self.limits[index] = Table(), RateLimits(self.clock)
+        self.num_restarts += 1
+        self.sharing[index] = self._sharing(index, f"router {index} again {self.num_restarts}")
+
+    def _sharing(self, index: int, router_id: str) -> Sharing:
+        table, limits = self.tables[index], self.limits[index]
+        return Sharing(self.store, router_id, f"10.0.0.{index}:8500", table, limits, self.clock)
 
 
 async def test_each_sees_what_the_others_have_sent() -> None:
