@@ -15,7 +15,7 @@ from protos.channel import open_channel, service_errors
 from protos.credentials import Credentials
 from protos.errors import Internal, InvalidArgument, Unavailable
 from protos.secret import ClusterSecret
-from protos.status_values import ROLES, Status
+from protos.status_values import ROLES, Decision, Status
 from protos.tls import TlsFiles
 from protos.values import ChatMessage, Chunk, Model, Sampling, Summary
 
@@ -155,6 +155,14 @@ class PdserveClient:
         with service_errors(self._nobody_there):
             request = workers_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
             await self._pools.SetDraining(request, timeout=deadline_s)
+
+    async def list_decisions(self, limit: int | None = None, *, deadline_s: float | None = None) -> list[Decision]:
+        """Roles and drains that were set, newest first. `limit`: 1 to 1,000, 100 by default."""
+        with _readable("limit: ", "limit"):
+            request = workers_pb2.ListDecisionsRequest(limit=limit)
+        with service_errors(self._nobody_there):
+            response = await self._pools.ListDecisions(request, timeout=deadline_s)
+        return [Decision.from_message(message) for message in response.decisions]
 
 
 def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from protos.caller import Limits
 from router.candidate import Role, WorkerId
+
+_LAST_AT = 253_402_300_799  # the year 9999 ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,33 @@ class VersionedAssignment:
             return cls(assignment, int(record["version"]), str(record["writer"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an assignment: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who has set what when, for people to read. `at`: in seconds since 1970."""
+
+    at: float
+    router: str  # that was asked
+    what: str  # role, drain, no drain
+    worker: str
+    role: str = ""
+    by: str = ""  # the name of a key; empty where none is asked for
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}).encode()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Decision:
+        """Raises ValueError."""
+        try:
+            record: dict[str, Any] = json.loads(raw)
+            if (at := _amount(record["at"])) > _LAST_AT:
+                raise ValueError(f"{at} is no time")
+            what, worker = str(record["what"]), str(record["worker"])
+            return cls(at, str(record["router"]), what, worker, str(record.get("role", "")), str(record.get("by", "")))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a decision: {error}") from error
 
 
 def _count(value: object) -> int:

@@ -9,16 +9,15 @@ whatever order they read.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from router import metrics
 from router.candidate import WorkerId
+from router.decisions import Decisions
 from router.shared_records import Assignment, KeyUses, RouterRecord, SentLoad, VersionedAssignment
 from router.store import Store, StoreAway
 
@@ -29,8 +28,6 @@ _ALONE_EVERY_S = 1.0  # while no other router is known
 _BEAT_S = 1.0  # an unchanged record is put again, which says that its router lives
 _GONE_S = 5.0  # without a beat
 _ASSIGNMENT_TTL_S = 86400.0
-_MAX_DECISIONS = 1000
-_MAX_PENDING = 100  # decisions, while the store is away
 
 Record = TypeVar("Record")
 
@@ -73,6 +70,7 @@ class Sharing:
         address: str,
         table: SharedTable,
         limits: SharedLimits,
+        decisions: Decisions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -83,7 +81,7 @@ class Sharing:
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._known: dict[WorkerId, VersionedAssignment] = {}
-        self._decisions: deque[bytes] = deque(maxlen=_MAX_PENDING)
+        self._decisions = decisions
         self._own = RouterRecord(address, 0)
         self._put_at: float | None = None
         self._is_away = False
@@ -102,7 +100,7 @@ class Sharing:
             await self._put_own()
             await self._read_routers()
             await self._agree()
-            await self._write_decisions()
+            await self._decisions.write()
             self._store_answered()
         except StoreAway as error:
             self._store_missed(error)
@@ -118,11 +116,6 @@ class Sharing:
             await self._store.remove("routers", self._router_id)
         except StoreAway as error:
             logger.info("the other routers will see by themselves that this one has left: %s", error)
-
-    def decided(self, what: str, **details: str | float | bool) -> None:
-        """Keeps a decision for people to read. It gets into the store with the next exchange that succeeds."""
-        entry = {"at": time.time(), "router": self._router_id, "what": what, **details}
-        self._decisions.append(json.dumps(entry).encode())
 
     @property
     def addresses(self) -> list[str]:
@@ -172,15 +165,6 @@ class Sharing:
         if known.assignment == assignment:
             return known
         return VersionedAssignment(assignment, known.version + 1, self._router_id)
-
-    async def _write_decisions(self) -> None:
-        while self._decisions:
-            decision = self._decisions.popleft()
-            try:
-                await self._store.append("decisions", decision, _MAX_DECISIONS)
-            except StoreAway:
-                self._decisions.appendleft(decision)
-                raise
 
     def _readable(self, raw_records: Mapping[str, bytes], read: Callable[[bytes], Record]) -> dict[str, Record]:
         """Another version of this program may share the store."""

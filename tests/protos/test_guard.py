@@ -260,7 +260,7 @@ def test_every_method_of_ours_has_a_rule() -> None:
     rules = {f"{s.name}/{m.name}": needed_scope(f"/{s.full_name}/{m.name}") for s in services for m in s.methods}
     by_scope = {scope: {name for name, needed in rules.items() if needed == scope} for scope in Scope}
     assert by_scope[Scope.INFER] == {f"Inference/{name}" for name in ("Generate", "Chat", "Tokenize", "GetModel")}
-    assert by_scope[Scope.READ] == {"Pools/GetStatus"}
+    assert by_scope[Scope.READ] == {"Pools/GetStatus", "Pools/ListDecisions"}
     assert by_scope[Scope.OPERATE] == {"Pools/SetRole", "Pools/SetDraining"}
     assert {name.partition("/")[0] for name in by_scope[Scope.CLUSTER]} == {
         "Bundles",
