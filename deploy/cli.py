@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,8 +173,7 @@ def router(log_level: str, log_format: str, **settings: Any) -> None:
 @click.argument("prompt")
 @security_options.router_access
 @options.sampling_options()
-@options.deadline_option
-@options.quiet_option
+@door_options.asking_options
 def generate(prompt: str, **settings: Any) -> None:
     """Let the model continue PROMPT."""
     from deploy.conversation import generate_once
@@ -185,8 +185,7 @@ def generate(prompt: str, **settings: Any) -> None:
 @click.argument("prompt", required=False)
 @security_options.router_access
 @options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
-@options.deadline_option
-@options.quiet_option
+@door_options.asking_options
 def chat(prompt: str | None, **settings: Any) -> None:
     """Talk to the model, or ask it PROMPT once. Input that is no terminal's is read line by line, a prompt each."""
     from deploy.conversation import CHAT_SAMPLING, Conversation, talk
@@ -206,6 +205,7 @@ def _asking(
     router_address: str,
     connect: Connect,
     deadline_s: float | None,
+    direct: bool,
     quiet: bool,
     defaults: Sampling | None = None,
     **sampling: Any,
@@ -222,7 +222,7 @@ def _asking(
         deadline_s=deadline_s,
         out=out,
         about=None if quiet else err,
-        connect=connect,
+        connect=partial(connect, direct=direct),
     )
 
 

@@ -17,8 +17,8 @@ from router.cache_changes import CacheChanges
 from router.candidate import Candidate, Role, WorkerId
 from router.card import ModelCard
 from router.profile import WorkerProfile
+from router.request import Request
 from router.shared_records import Decision
-from router.validation import Request
 from router.worker import DumpCache, Routers, Worker, WorkerLoad, WorkerState
 
 _STATES = {

@@ -32,6 +32,7 @@ TPOT_SECONDS = Histogram(
 STAGE_SECONDS = Histogram("pdserve_router_stage_seconds", "Parts of a request.", ["stage"], buckets=_SECONDS)
 RETRIES = Counter("pdserve_router_retries", "Requests placed again before their first token.")
 RESUMES = Counter("pdserve_router_resumes", "Requests placed again after their first token.")
+DIRECT = Counter("pdserve_router_direct_attempts", "Attempts whose answer a client reads at the decode worker.")
 MOVES = Counter("pdserve_router_moves", "Running sequences taken away from a decode worker that leaves.", ["outcome"])
 STORE_AWAY = Gauge("pdserve_router_store_away", "1 while the store that routers share does not answer.")
 PLACEMENTS = Counter("pdserve_router_placements", "Attempts, by what decided where they went.", ["grounds"])

@@ -107,7 +107,13 @@ class Router:
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self._limits = RateLimits()
         self.inference = InferenceService(
-            card, self.table, self._relay, self._gate, self._limits, config.max_prompt_bytes
+            card,
+            self.table,
+            self._relay,
+            self._gate,
+            self._limits,
+            config.max_prompt_bytes,
+            offers_direct=config.direct,
         )
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)

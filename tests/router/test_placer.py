@@ -22,9 +22,9 @@ from router.candidate import Candidate, Role, WorkerId
 from router.config import AdmissionPolicy, PlacementPolicy
 from router.placement import Placement
 from router.placer import Placer
+from router.request import Request
 from router.sessions import Sessions
 from router.timeline import RequestClock
-from router.validation import Request
 from router.worker import WorkerLoad, WorkerState
 from router.workers import WorkerTable
 from tests.router.test_workers import Clock, profile
