@@ -15,7 +15,7 @@ from protos.errors import InvalidArgument
 from protos.resuming import Asked, Resuming, generated
 from protos.routers import Routers
 from protos.secret import ClusterSecret
-from protos.status_values import ROLES, Status
+from protos.status_values import ROLES, Decision, Status
 from protos.tls import TlsFiles
 from protos.values import ChatMessage, Chunk, Model, Sampling, Summary
 
@@ -171,6 +171,13 @@ class PdserveClient:
         async with aclosing(resuming.messages()) as messages:
             async for message in messages:
                 yield Summary.from_message(message) if message.HasField("usage") else Chunk.from_message(message)
+
+    async def list_decisions(self, limit: int | None = None, *, deadline_s: float | None = None) -> list[Decision]:
+        """Roles and drains that were set, newest first. `limit`: 1 to 1,000, 100 by default."""
+        with _readable("limit: ", "limit"):
+            request = workers_pb2.ListDecisionsRequest(limit=limit)
+        response = await self._routers.ask(lambda router: router.pools.ListDecisions(request, timeout=deadline_s))
+        return [Decision.from_message(message) for message in response.decisions]
 
 
 def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams | None:

@@ -57,6 +57,20 @@ REFUSALS = Counter(
 RETRIES_REFUSED = Counter("pdserve_router_retries_refused", "Failures that the retry budget left as they were.")
 LEG_FAILURES = Counter("pdserve_router_leg_failures", "Calls to workers that failed, by reason.", ["reason"])
 
+UNKNOWN_ROUTE = "unknown"  # whatever was asked for: paths are the clients' own, and would be labels without number
+HTTP_REQUESTS = Counter("pdserve_http_requests", "HTTP requests that have ended, by how.", ["route", "status"])
+HTTP_SECONDS = Histogram(
+    "pdserve_http_request_seconds",
+    "From a request's headers to the end of its answer.",
+    ["route"],
+    buckets=_SECONDS,
+)
+
+
+def observe_http(route: str, status: int, elapsed_s: float) -> None:
+    HTTP_REQUESTS.labels(route, str(status)).inc()
+    HTTP_SECONDS.labels(route).observe(elapsed_s)
+
 
 def observe(summary: pb.GenerateResponse) -> None:
     usage, timeline = summary.usage, summary.timeline
