@@ -1,4 +1,4 @@
-"""`python outside_client.py HOW ADDRESS ...`: clients that know nothing of this project. They say in JSON what they got.
+"""`python outside_client.py HOW ADDRESS ...`: clients that know nothing of this project. They say as JSON what came.
 
 A process of its own: a client may be killed or stopped, and tritonclient names protobuf packages that ours name, too.
 """
@@ -60,14 +60,15 @@ def asked_by_triton(address: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def half_read(channel: grpc.Channel, raw_request: bytes, pause_s: float) -> dict[str, Any]:
     """Reads one message, says so, reads nothing for a while, and then the rest."""
-    stream = channel.unary_stream(METHOD)(raw_request, timeout=300)
+    reading: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
+    stream = reading(raw_request, timeout=300)
     next(stream)
     print("begun", flush=True)
     time.sleep(pause_s)
     try:
         return {"num_messages": sum(1 for _ in stream)}
     except grpc.RpcError as error:
-        return {"code": error.code().name, "details": error.details()}  # type: ignore[attr-defined]
+        return {"code": error.code().name, "details": error.details()}
 
 
 def main(how: str, address: str, *arguments: str) -> object:
