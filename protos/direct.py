@@ -60,7 +60,7 @@ class Direct:
             asyncio.create_task(_follow(router, request, timeout_s, events, places)),
             asyncio.create_task(self._read(places, timeout_s, events)),
         ]
-        num_tokens, is_finished = len(request.emitted.ids), False
+        num_tokens, is_finished = sum(len(each.ids) for each in request.emitted), False
         early: dict[int, pb.GenerateResponse] = {}
         summary: pb.GenerateResponse | None = None
         broken: _BrokenOff | None = None

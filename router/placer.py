@@ -94,7 +94,7 @@ class Placer:
             tenant=tenant,
             priority=request.priority,
             num_prompt_tokens=wanted.num_tokens,
-            max_tokens=request.max_new_tokens,
+            max_tokens=request.sampling.max_tokens,
             num_answers=request.num_choices,
             deadline_at=wanted.deadline_at,
             find=lambda held: self.place(wanted.demand(), wanted.avoid, held),

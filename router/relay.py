@@ -64,7 +64,7 @@ class Relay:
         self, request: Request, clock: RequestClock, deadline_at: float | None, account: Account
     ) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
-        return self.answer(Progress(request, clock, deadline_at, account))
+        return self.answer(Progress(request, clock, deadline_at, account, known=request.emitted_of(0)))
 
     async def answer(self, progress: Progress) -> AsyncGenerator[bytes, None]:
         """The same of a request that has not begun."""
@@ -87,7 +87,7 @@ class Relay:
             self._retries.end()
             if (dispatch := progress.take_dispatch()) is not None:  # made, and never followed
                 dispatch.end()
-            progress.account.num_output_tokens.append(progress.num_relayed - len(progress.request.emitted))
+            progress.account.num_output_tokens.append(progress.num_relayed - len(progress.known))
         assert attempt is not None
         for worker in attempt.placement.workers:
             self.breakers.succeeded(worker.id, time.monotonic())
@@ -246,7 +246,7 @@ def _summary(progress: Progress, last: pb.GenerateResponse, attempt: Attempt) ->
         decode=joined(progress.done_before, last.decode_stats) if last.HasField("decode_stats") else None,
         num_retries=progress.num_retries,
         num_moves=progress.num_moves,
-        num_resumes=progress.num_resumes + bool(progress.request.emitted),
+        num_resumes=progress.num_resumes + bool(progress.known),
     )
     return pb.GenerateResponse(
         output_index=served.num_output_tokens,
