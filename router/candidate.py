@@ -26,7 +26,7 @@ class WorkerId:
 class Candidate:
     """A worker at one moment, its load with what was sent there and is not yet in its reports.
 
-    Speeds are what it has measured lately; 0 where it has not measured any yet.
+    Speeds are what it has measured lately; 0 where it has not measured any yet. Ages are of the last measurement.
     """
 
     id: WorkerId
@@ -44,4 +44,8 @@ class Candidate:
     decode_step_s: float = 0.0  # with `decode_batch` sequences
     decode_batch: float = 0.0
     tokens_per_step: float = 0.0  # of one sequence: above 1 where drafts are accepted
+    prefill_age_s: float = 0.0
+    decode_age_s: float = 0.0
+    transfer_bytes: float = 0.0  # of its hand-overs lately, and how long they were under way
+    transfer_s: float = 0.0
     releases: tuple[tuple[float, int], ...] = ()  # (when, blocks) of sequences that will have ended, soonest first

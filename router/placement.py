@@ -116,10 +116,10 @@ def _options(pools: Pools, demand: Demand, weighing: Weighing) -> Iterator[_Opti
     if not demand.wants_decode:
         yield _Option(first, None, first.rank[1])
         return
-    in_s = weighing.ready_in_s(first.entry)
+    in_s, byte_s = weighing.ready_in_s(first.entry), weighing.byte_s(first.entry)
     then = weighing.pick(
         [pools.decode, pools.both_as_decode],
-        lambda entry: weighing.for_decode(entry, in_s),
+        lambda entry: weighing.for_decode(entry, in_s, byte_s),
         [*favoured[Role.DECODE], *favoured[Role.BOTH]],
     )
     if then is not None:

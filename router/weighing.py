@@ -11,7 +11,7 @@ from router.candidate import Candidate, Role, WorkerId
 from router.config import PlacementPolicy
 from router.demand import Demand
 from router.fleet import Entry, Fleet, Lines, Pools
-from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_free_blocks_at, tpot_of
+from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_free_blocks_at, stepped, tpot_of
 
 _MATCHED_AT_MOST = 12  # workers with the longest prefixes are looked at, beside the least loaded ones
 
@@ -51,7 +51,6 @@ class Weighing:
         self._policy = policy
         self._now = fleet.now
         self._typical = fleet.typical
-        self._alike = self._typical.rounded()
         longest = demand.prefix.longest(rng, _MATCHED_AT_MOST)
         self._longest = [worker for worker, _ in longest]
         self._cached = {worker.name: num_blocks * demand.block_size for worker, num_blocks in longest}
@@ -130,24 +129,27 @@ class Weighing:
         return self._num_prompt_tokens - self.num_cached(worker)
 
     def pace(self, entry: Entry) -> Pace:
-        """As measured; the others' mean where it has not measured itself."""
-        return Pace(
-            entry.measured.token_s or self._typical.token_s, entry.measured.sequence_s or self._typical.sequence_s
-        )
+        """As measured; what is typical where it has not measured itself."""
+        return Pace(entry.aged.token_s or self._typical.token_s, entry.aged.sequence_s or self._typical.sequence_s)
+
+    def byte_s(self, sender: Entry) -> float:
+        """To hand over a byte from there."""
+        typical = Pace(None, None, self._typical.byte_s or 1.0 / self._policy.transfer_bytes_per_s)
+        return sender.measured.aged(sender.worker, typical).byte_s or typical.byte_s or 0.0
 
     def for_prefill(self, entry: Entry) -> Rank:
         worker = entry.worker
-        cost = self._token_s(entry) * (worker.num_queued_tokens + self.num_uncached(worker))
+        cost = self._token_s(entry) * (worker.num_queued_tokens + self.num_uncached(worker)) + self._held_up_s(entry)
         if worker.id in self._demand.session:
             cost -= self._policy.affinity_s if self.knows_prefill else self._num_prompt_tokens
         return self._prefill_is_beyond(entry), cost, 0.0, 0.0, self._rng.random()
 
-    def for_decode(self, entry: Entry, in_s: float) -> Rank:
-        """`in_s`: when the prompt will have been computed elsewhere, and its KV be here."""
+    def for_decode(self, entry: Entry, in_s: float, byte_s: float) -> Rank:
+        """`in_s`: when the prompt will have been computed elsewhere, and its KV be here. `byte_s`: to send it here."""
         worker = entry.worker
         cost = self._decode_cost(entry)
         if self.knows_prefill:
-            cost += self.transfer_s(worker)
+            cost += self._sent_bytes(worker) * byte_s
         if worker.id in self._demand.session:
             cost -= self._policy.affinity_s if self.knows_decode else self._unmeasured_sequence(entry)
         held, free = self.num_cached(worker), worker.num_free_blocks
@@ -160,9 +162,17 @@ class Weighing:
         held, free = self.num_cached(entry.worker), entry.worker.num_free_blocks
         return is_beyond, cost + self._decode_cost(entry), -held, -free, chance
 
-    def transfer_s(self, worker: Candidate) -> float:
-        """For what the decode worker does not hold. It hides behind computing, and yet takes its share of both."""
-        return self.num_uncached(worker) * self._demand.token_bytes / self._policy.transfer_bytes_per_s
+    def _sent_bytes(self, worker: Candidate) -> float:
+        """What the decode worker does not hold. Sending hides behind computing, and yet takes its share of both."""
+        return self.num_uncached(worker) * self._demand.token_bytes
+
+    def _held_up_s(self, sender: Entry) -> float:
+        """By how much a link that is far slower than others holds up the hand-over: it does not hide any more."""
+        if not sender.speed.link or not self._demand.wants_decode or not self.knows_prefill:
+            return 0.0
+        typical_s = (self._typical.byte_s or 0.0) * self._num_prompt_tokens * self._demand.token_bytes
+        hidden_s = max(typical_s, self._token_s(sender) * self.num_uncached(sender.worker))
+        return max(0.0, (stepped(typical_s, sender.speed.link) or 0.0) - hidden_s)
 
     def ready_in_s(self, prefill: Entry) -> float:
         """Until the prompt has been computed there; now, where that is not known."""
@@ -176,10 +186,11 @@ class Weighing:
         return most_s > 0 and knows and self._token_s(entry) * self.num_uncached(entry.worker) <= most_s
 
     def _token_s(self, entry: Entry) -> float:
-        return entry.pace.token_s or self._alike.token_s or 1.0
+        return stepped(self._typical.token_s, entry.speed.token) or 1.0
 
     def _decode_cost(self, entry: Entry) -> float:
-        num_active, sequence_s = entry.worker.num_active, entry.pace.sequence_s or self._alike.sequence_s
+        num_active = entry.worker.num_active
+        sequence_s = stepped(self._typical.sequence_s, entry.speed.sequence)
         if sequence_s is None:
             return self._unmeasured_sequence(entry) * num_active
         return EXPECTED_OUTPUT_TOKENS * tpot_of(sequence_s, num_active + 1)
@@ -200,6 +211,6 @@ class Weighing:
             return True
         free: float = worker.num_free_blocks
         if in_s > 0.0:
-            sequence_s = entry.measured.sequence_s or self._typical.sequence_s
+            sequence_s = entry.aged.sequence_s or self._typical.sequence_s
             free = num_free_blocks_at(worker, self._now, in_s, sequence_s, self._demand.block_size)
         return free < min(self._demand.num_blocks, worker.num_blocks)  # what fits at all has room when all is free

@@ -13,7 +13,7 @@ from functools import partial
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, NotFound
 from router.cache_changes import CacheChanges
-from router.candidate import Candidate, Role, WorkerId
+from router.candidate import Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
 from router.fleet import Fleet
 from router.placement import Placement
@@ -182,7 +182,7 @@ class WorkerTable:
             self._stale.add(oldest)
         for worker in self._stale:
             if self._workers.get(worker.profile.id.name) is worker:
-                self._fleet.put(self._candidate(worker, now))
+                self._fleet.put(worker.candidate(self._is_ready(worker), now))
         self._stale.clear()
         return self._fleet
 
@@ -269,27 +269,6 @@ class WorkerTable:
 
     def _is_ready(self, worker: Worker) -> bool:
         return self.state(worker) is WorkerState.READY and worker.is_reachable
-
-    def _candidate(self, worker: Worker, now: float) -> Candidate:
-        load, sent, other = worker.load, worker.dispatches, worker.sent_elsewhere
-        return Candidate(
-            id=worker.profile.id,
-            address=worker.profile.address,
-            role=worker.role,
-            is_ready=self._is_ready(worker),
-            fingerprint=worker.fingerprint,
-            num_blocks=worker.profile.num_blocks,
-            num_queued_tokens=load.queued_prefill_tokens + sent.num_unreported_tokens + other.num_unreported_tokens,
-            num_active=max(load.num_running + load.num_waiting, sent.num_decoding + other.num_decoding),
-            num_free_blocks=load.num_free_blocks - sent.num_coming_blocks - other.num_coming_blocks,
-            max_context_tokens=worker.profile.max_context_tokens,
-            max_running=worker.profile.max_running,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
-            decode_batch=load.decode_batch,
-            tokens_per_step=load.tokens_per_step,
-            releases=sent.releases(now),
-        )
 
 
 def _is_leaving(worker: Worker) -> bool:
