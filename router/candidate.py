@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Role(enum.Flag):
@@ -37,6 +37,8 @@ class Candidate:
     num_blocks: int  # of its whole cache
     num_queued_tokens: int  # to be prefilled
     num_active: int  # sequences that decode, wait to, or are on their way
+    num_coming: int = field(default=0, kw_only=True)  # of these on their way: still being prefilled
+    stay_s: float = field(default=0.0, kw_only=True)  # of a sequence that decodes, from its first token to its end
     num_free_blocks: int
     max_context_tokens: int | None = None  # of a sequence; None: as many as the model allows
     max_running: int = 0  # sequences that decode at once; 0: not known

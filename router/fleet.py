@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from router.candidate import Candidate, Role
+from router.candidate import Candidate, Role, WorkerId
 from router.prediction import DOUBTED_TRANSFER_S, EXPECTED_OUTPUT_TOKENS, FRESH_S, Pace, Speed
 
 _BEHIND_ALL_NAMES = "\U0010ffff"
@@ -30,6 +30,7 @@ class Entry:
     aged: Pace
     speed: Speed
     pace: Pace  # of this speed
+    typical: Pace
 
 
 class Lines:
@@ -108,7 +109,7 @@ class Pools:
 
 
 class _Median:
-    """Of values that come and go. Those of workers whose role it is count, of these the fresh ones, if there are any."""
+    """Of values that come and go: of workers whose role it is, and of these the fresh ones, if there are any."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
@@ -163,6 +164,11 @@ class Fleet:
     def __len__(self) -> int:
         return len(self._candidates)
 
+    def worker(self, worker_id: WorkerId) -> Candidate | None:
+        """Whether or not it is ready; None if another process has its name."""
+        candidate = self._candidates.get(worker_id.name)
+        return candidate if candidate is not None and candidate.id == worker_id else None
+
     def put(self, candidate: Candidate) -> None:
         """In place of what was known of a worker of this name."""
         name = candidate.id.name
@@ -194,15 +200,19 @@ class Fleet:
         return entry
 
     def _entry(self, candidate: Candidate, before: Entry | None) -> Entry:
-        if before is not None and _as_measured(before.worker) == _as_measured(candidate):
-            return Entry(candidate, before.measured, before.aged, before.speed, before.pace)  # loads change more often
-        if before is not None:
-            self._uncount(before)
-        measured = Pace.of(candidate)
-        self._count(measured, candidate)
+        is_as_before = before is not None and _as_measured(before.worker) == _as_measured(candidate)
+        if before is not None and is_as_before:  # loads change much more often
+            if before.typical == self.typical:
+                return Entry(candidate, before.measured, before.aged, before.speed, before.pace, self.typical)
+            measured = before.measured
+        else:
+            if before is not None:
+                self._uncount(before)
+            measured = Pace.of(candidate)
+            self._count(measured, candidate)
         aged = measured.aged(candidate, self.typical)
         speed = Speed.of(aged, self.typical)
-        return Entry(candidate, measured, aged, speed, speed.pace(self.typical))
+        return Entry(candidate, measured, aged, speed, speed.pace(self.typical), self.typical)
 
     def _count(self, measured: Pace, worker: Candidate) -> None:
         for median, value, is_fresh in self._values(measured, worker):

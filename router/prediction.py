@@ -23,6 +23,7 @@ _FAR_SLOWER = 3  # steps from which on a link is told apart: up to there hand-ov
 _LEAST_S, _MOST_S = 1e-9, 1e6
 _LEAST_BYTE_S, _MOST_BYTE_S = 1e-13, 1.0
 _LEAST_TRANSFER_S = 1e-4  # less than that, aged, says nothing
+_MOST_STAYS = 2.0  # looked ahead: should answers have become longer meanwhile, no more than twice what runs will wait
 _HORIZON_S = 2.0  # of what becomes of blocks: later than that, answers will have ended that nobody knows of
 
 
@@ -85,7 +86,7 @@ def _weight_of(transfer_s: float) -> float:
 def _faded(seconds: float | None, weight: float, typical_s: float | None) -> float | None:
     if seconds is None or typical_s is None or weight == 1.0:
         return seconds
-    return typical_s * (seconds / typical_s) ** weight
+    return float(typical_s * (seconds / typical_s) ** weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,23 @@ def stepped(typical_s: float | None, num_steps: int) -> float | None:
 def tpot_of(sequence_s: float, num_sequences: int) -> float:
     """Seconds per token of each, with a step's fixed part shared."""
     return sequence_s * (FIXED_SEQUENCES + num_sequences)
+
+
+def num_active_at(worker: Candidate, now: float, in_s: float, most: int) -> float:
+    """Sequences that will run or wait there then, of those that do or are on their way, if `most` run at once.
+
+    Each stays for so long in the mean, and those on their way come evenly until then: they went before whoever will be
+    there only then. However many there are, no more leave than can run.
+    """
+    num_ended = sum(now <= at <= now + in_s for at, _ in worker.releases)
+    num_known = float(worker.num_active - num_ended)
+    if in_s <= 0.0 or worker.stay_s <= 0.0:
+        return num_known
+    stays = min(in_s / worker.stay_s, _MOST_STAYS)
+    num_coming = min(worker.num_coming, worker.num_active)
+    num_left = (worker.num_active - num_coming) * math.exp(-stays)
+    num_left += num_coming * -math.expm1(-stays) / stays
+    return min(num_known, max(num_left, worker.num_active - most * stays))
 
 
 def num_free_blocks_at(worker: Candidate, now: float, in_s: float, sequence_s: float | None, block_size: int) -> float:

@@ -17,12 +17,14 @@ class SentLoad:
     num_decoding: int = 0
     num_coming_blocks: int = 0
     num_unreported_tokens: int = 0
+    num_coming: int = 0
 
     def __add__(self, other: SentLoad) -> SentLoad:
         return SentLoad(
             self.num_decoding + other.num_decoding,
             self.num_coming_blocks + other.num_coming_blocks,
             self.num_unreported_tokens + other.num_unreported_tokens,
+            self.num_coming + other.num_coming,
         )
 
 
@@ -39,16 +41,19 @@ class RouterRecord:
             [worker.name, worker.epoch, load.num_decoding, load.num_coming_blocks, load.num_unreported_tokens]
             for worker, load in self.loads.items()
         ]
-        return json.dumps({"address": self.address, "beat": self.beat, "loads": rows}).encode()
+        coming = [load.num_coming for load in self.loads.values()]  # apart: routers of before know rows of five
+        return json.dumps({"address": self.address, "beat": self.beat, "loads": rows, "coming": coming}).encode()
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> RouterRecord:
         """Raises ValueError."""
         try:
             record: dict[str, Any] = json.loads(raw)
+            rows = record["loads"]
+            all_coming = record.get("coming", [0] * len(rows))
             loads = {
-                WorkerId(str(name), str(epoch)): SentLoad(int(decoding), int(blocks), int(tokens))
-                for name, epoch, decoding, blocks, tokens in record["loads"]
+                WorkerId(str(name), str(epoch)): SentLoad(int(decoding), int(blocks), int(tokens), int(coming))
+                for (name, epoch, decoding, blocks, tokens), coming in zip(rows, all_coming, strict=True)
             }
             return cls(str(record["address"]), int(record["beat"]), loads)
         except (KeyError, TypeError) as error:

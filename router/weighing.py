@@ -11,7 +11,7 @@ from router.candidate import Candidate, Role, WorkerId
 from router.config import PlacementPolicy
 from router.demand import Demand
 from router.fleet import Entry, Fleet, Lines, Pools
-from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_free_blocks_at, stepped, tpot_of
+from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_active_at, num_free_blocks_at, stepped, tpot_of
 
 _MATCHED_AT_MOST = 12  # workers with the longest prefixes are looked at, beside the least loaded ones
 
@@ -57,14 +57,22 @@ class Weighing:
         self.knows_prefill = self._typical.token_s is not None
         self.knows_decode = self._typical.sequence_s is not None
 
-    def pick(self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]) -> Pick | None:
+    def pick(
+        self,
+        lines: Iterable[Lines],
+        rank: Callable[[Entry], Rank],
+        others: Iterable[Entry],
+        may_have_room: Callable[[Entry], bool],
+    ) -> Pick | None:
         """The best at the heads of the lines and of the `others`, who may have a reason to come before these.
+
+        Behind a head that is beyond its limits only those are looked at that `may_have_room`, at a glance.
 
         Workers to avoid, or whose cache is too small, are taken only if there is no other.
         """
         lines = [each for each in lines if len(each)]
         best: Pick | None = None
-        for entry, entry_rank in self._found(lines, rank, others):
+        for entry, entry_rank in self._found(lines, rank, others, may_have_room):
             if best is None or entry_rank < best.rank:
                 best = Pick(entry, entry_rank)
         if best is not None:
@@ -75,14 +83,18 @@ class Weighing:
         return min(picks, key=lambda pick: (pick.misfit, pick.rank), default=None)
 
     def _found(
-        self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]
+        self,
+        lines: Iterable[Lines],
+        rank: Callable[[Entry], Rank],
+        others: Iterable[Entry],
+        may_have_room: Callable[[Entry], bool],
     ) -> Iterator[tuple[Entry, Rank]]:
         """Of a line the first, and if that is beyond its limits the first that is not: nobody behind costs less."""
         for each in lines:
             for walk in each.walks(self._rng):
                 is_first = True
                 for entry in walk:
-                    if (is_first or self._may_have_room(entry.worker)) and self.is_plain(entry.worker):
+                    if (is_first or may_have_room(entry)) and self.is_plain(entry.worker):
                         entry_rank = rank(entry)
                         if is_first or not entry_rank[0]:
                             yield entry, entry_rank
@@ -93,13 +105,12 @@ class Weighing:
             if self.is_plain(entry.worker):
                 yield entry, rank(entry)
 
-    def _may_have_room(self, worker: Candidate) -> bool:
-        """Seen at a glance: where all are full, all are looked at."""
-        if worker.role is Role.PREFILL:
-            return False  # it has more to do than one that is beyond its limits
-        most = self._policy.limits.max_sequences or worker.max_running
-        has_blocks = worker.num_free_blocks >= self._demand.num_blocks or worker.releases
-        return bool(has_blocks) and not (most and worker.num_active >= most)
+    def may_decode(self, entry: Entry, in_s: float | None = None) -> bool:
+        """`in_s`: as below; None where it prefills itself."""
+        worker = entry.worker
+        if worker.num_free_blocks < min(self._demand.num_blocks_together, worker.num_blocks) and not worker.releases:
+            return False
+        return not self._has_too_many(worker, self._queue_s(entry) if in_s is None else in_s)
 
     def is_plain(self, worker: Candidate) -> bool:
         return self._may_take(worker) and self._misfit(worker) == (False, False)
@@ -132,10 +143,10 @@ class Weighing:
         """As measured; what is typical where it has not measured itself."""
         return Pace(entry.aged.token_s or self._typical.token_s, entry.aged.sequence_s or self._typical.sequence_s)
 
-    def byte_s(self, sender: Entry) -> float:
+    def byte_s(self, sender: Candidate) -> float:
         """To hand over a byte from there."""
         typical = Pace(None, None, self._typical.byte_s or 1.0 / self._policy.transfer_bytes_per_s)
-        return sender.measured.aged(sender.worker, typical).byte_s or typical.byte_s or 0.0
+        return Pace.of(sender).aged(sender, typical).byte_s or typical.byte_s or 0.0
 
     def for_prefill(self, entry: Entry) -> Rank:
         worker = entry.worker
@@ -155,10 +166,16 @@ class Weighing:
         held, free = self.num_cached(worker), worker.num_free_blocks
         return self._decode_is_beyond(entry, in_s), cost, -held, -free, self._rng.random()
 
+    def for_move(self, entry: Entry, byte_s: float, may_wait: bool) -> Rank:
+        """Of a sequence that runs elsewhere and has to leave: it needs its blocks at once."""
+        worker = entry.worker
+        is_beyond = worker.num_free_blocks < self._demand.num_blocks
+        is_beyond = is_beyond or (not may_wait and self._has_too_many(worker, 0.0))
+        return is_beyond, *self.for_decode(entry, 0.0, byte_s)[1:]
+
     def for_both(self, entry: Entry) -> Rank:
         is_beyond, cost, _, _, chance = self.for_prefill(entry)
-        queue_s = self._token_s(entry) * entry.worker.num_queued_tokens if self.knows_prefill else 0.0
-        is_beyond = is_beyond or self._decode_is_beyond(entry, queue_s)
+        is_beyond = is_beyond or self._decode_is_beyond(entry, self._queue_s(entry))
         held, free = self.num_cached(entry.worker), entry.worker.num_free_blocks
         return is_beyond, cost + self._decode_cost(entry), -held, -free, chance
 
@@ -178,6 +195,9 @@ class Weighing:
         """Until the prompt has been computed there; now, where that is not known."""
         num_tokens = prefill.worker.num_queued_tokens + self.num_uncached(prefill.worker)
         return self._token_s(prefill) * num_tokens if self.knows_prefill else 0.0
+
+    def _queue_s(self, entry: Entry) -> float:
+        return self._token_s(entry) * entry.worker.num_queued_tokens if self.knows_prefill else 0.0
 
     def holds_up_nobody(self, entry: Entry) -> bool:
         """Whether a decode worker's sequences would hardly feel it if it prefilled this prompt, too."""
@@ -206,11 +226,21 @@ class Weighing:
         return self._token_s(entry) * num_queued > limits.max_backlog_s
 
     def _decode_is_beyond(self, entry: Entry, in_s: float) -> bool:
-        worker, most = entry.worker, self._policy.limits.max_sequences or entry.worker.max_running
-        if most and worker.num_active >= most:
+        worker = entry.worker
+        if self._has_too_many(worker, in_s):
             return True
         free: float = worker.num_free_blocks
         if in_s > 0.0:
             sequence_s = entry.aged.sequence_s or self._typical.sequence_s
             free = num_free_blocks_at(worker, self._now, in_s, sequence_s, self._demand.block_size)
-        return free < min(self._demand.num_blocks, worker.num_blocks)  # what fits at all has room when all is free
+        # what fits at all has room when all is free
+        return free < min(self._demand.num_blocks_together, worker.num_blocks)
+
+    def _has_too_many(self, worker: Candidate, in_s: float) -> bool:
+        """Whether the sequences that it will run then and those that would come leave none waiting. An idle worker
+        takes any number."""
+        most = self._policy.limits.max_sequences or worker.max_running
+        if not most:
+            return False
+        num_beside = most - min(self._demand.num_answers, most)
+        return worker.num_active > num_beside and num_active_at(worker, self._now, in_s, most) >= num_beside + 1

@@ -88,6 +88,8 @@ class Worker:
             num_blocks=self.profile.num_blocks,
             num_queued_tokens=load.queued_prefill_tokens + sent.num_unreported_tokens + other.num_unreported_tokens,
             num_active=max(load.num_running + load.num_waiting, sent.num_decoding + other.num_decoding),
+            num_coming=sent.num_coming + other.num_coming,
+            stay_s=sent.stay_s,
             num_free_blocks=load.num_free_blocks - sent.num_coming_blocks - other.num_coming_blocks,
             max_context_tokens=self.profile.max_context_tokens,
             max_running=self.profile.max_running,

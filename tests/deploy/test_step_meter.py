@@ -50,5 +50,5 @@ def test_after_a_pause_the_newest_step_counts_for_more() -> None:
     step(1000, 0.5)
     step(1, 0.02)
     assert meter.prefill_tokens_per_s == pytest.approx(2000)
-    assert (meter.decode_step_s, meter.decode_batch, meter.tokens_per_step) == (pytest.approx(0.02), 1, 1)
+    assert (meter.decode_step_s, meter.decode_batch, meter.tokens_per_step) == pytest.approx((0.02, 1, 1))
     assert (meter.prefill_age_s, meter.decode_age_s) == (0, 0)

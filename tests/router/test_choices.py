@@ -89,6 +89,7 @@ async def test_others_wait_until_the_first_is_handed_over(fleet: FakeFleet, clie
     asking = asyncio.create_task(answers(client, 3))
     await is_waiting.wait()
     assert len(prefills(fleet)) == 1
+    assert sorted(worker.dispatches.num_decoding for worker in fleet.router.table.workers()) == [0, 0, 0, 3]
     go_on.set()
     tokens, _, _ = await asking
     assert tokens == [plain_loop(PROMPT, 6)] * 3

@@ -187,6 +187,35 @@ def test_limits_of_decode_are_its_sequences_and_its_blocks() -> None:
     assert not placed([measured("b", B, num_active=8, max_running=8)], demand()).is_within_limits
 
 
+@pytest.mark.parametrize(
+    "num_answers, active, free, is_within",
+    [
+        (3, 5, 900, True),
+        (4, 5, 900, False),  # 9 of 8
+        (12, 0, 900, True),  # more than run at once: an idle worker takes them, and some wait there
+        (12, 1, 900, False),
+        (4, 0, 69, True),  # 63 blocks, and 2 more for each but the first
+        (4, 0, 68, False),
+        (4, 0, 63, False),
+        (1, 0, 63, True),
+    ],
+)
+@pytest.mark.parametrize("role", [D, B])
+def test_several_answers_have_room_together(
+    role: Role, num_answers: int, active: int, free: int, is_within: bool
+) -> None:
+    workers = [measured("w", role, num_active=active, num_free_blocks=free, max_running=8)]
+    wanted = demand(num_answers=num_answers, num_own_blocks=2)
+    assert placed([measured("p", P)] * (role is D) + workers, wanted).is_within_limits is is_within
+
+
+def test_of_many_that_are_full_for_several_answers_the_one_with_room_is_found() -> None:
+    full = [measured(f"d{n}", D, num_active=6, max_running=8) for n in range(20)]
+    roomy = measured("roomy", D, num_active=7, max_running=10)
+    found = placed([measured("p", P), *full, roomy], demand(num_answers=3, num_own_blocks=2))
+    assert (names(found)[1], found.is_within_limits) == ("roomy", True)
+
+
 def test_a_prompt_that_fills_a_cache_has_room_in_an_empty_one() -> None:
     """It needs 63 blocks, and one more for its answer only if that fills its last one."""
     filling = replace(demand(), num_blocks=64, num_blocks_in_all=63)
@@ -430,6 +459,12 @@ class Table:
         self.table = WorkerTable("t1", lambda: 1.0)
         self.rng = random.Random(11)
         self.workers: list[Worker] = []
+        self._register(num_each, rates)
+        self.table.snapshot()
+        for each in self.workers:  # it is known by now who is faster than others
+            self.table.report(each, each.load)
+
+    def _register(self, num_each: int, rates: Sequence[float]) -> None:
         for number in range(2 * num_each):
             name, role = (f"p{number}", P) if number < num_each else (f"d{number}", D)
             load = WorkerLoad(

@@ -76,7 +76,7 @@ def test_what_was_measured_long_ago_says_little(age_s: float, tokens_per_s: floa
     assert aged.token_s == pytest.approx(1 / tokens_per_s)
     assert aged.sequence_s == Pace.of(FAST).sequence_s  # nobody else has measured that
     decoded = replace(FAST, decode_age_s=60.0)
-    assert Pace.of(decoded).aged(decoded, Pace(0.001, 0.5)) == Pace(1 / 2000, pytest.approx(0.5))
+    assert Pace.of(decoded).aged(decoded, Pace(0.001, 0.5)).sequence_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("extreme", [5e-324, 1e-300, 1e300, 1.7e308])
