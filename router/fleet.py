@@ -176,7 +176,9 @@ class Fleet:
         self._candidates[name] = candidate
         if candidate.is_ready:
             entry = self._entry(candidate, before)
-            pools = self.pools.setdefault(candidate.fingerprint, Pools())
+            pools = self.pools.get(candidate.fingerprint)
+            if pools is None:
+                pools = self.pools[candidate.fingerprint] = Pools()
             pools.entries[name] = entry
             for lines in pools.lines_of(candidate.role):
                 lines.add(entry)

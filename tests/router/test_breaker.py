@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos.errors import AttemptsExhausted, Unavailable
 from router.breaker import BreakerPolicy, Breakers, BreakerState
 from router.candidate import WorkerId
+from router.config import RelayPolicy
+from router.leg import AttemptFailed
+from router.retries import Retries
 from router.retry_budget import RetryBudget, RetryPolicy
 
 W, V = WorkerId("w", "e1"), WorkerId("v", "e1")
@@ -133,6 +137,24 @@ def test_several_deaths_within_seconds_are_within_the_budget() -> None:
         running = dict.fromkeys(running, round(800 / len(running)))
     restarted = WorkerId("w0", "e2")
     assert all(budget.take(800, 66.0, restarted) for _ in range(100))
+
+
+@pytest.mark.parametrize("is_connection", [True, False])
+def test_what_lost_its_worker_is_told_apart(is_connection: bool) -> None:
+    """60 retries of 30 that run: 10, a fifth of 30 and 30 are the one allowance."""
+    retries = Retries(RelayPolicy(), random.Random(0))
+    for _ in range(30):
+        retries.begin()
+
+    def retry(worker: WorkerId) -> None:
+        retries.delay_s(AttemptFailed(Unavailable("gone"), worker, is_connection=is_connection), 1, 0, None)
+
+    for worker in (W, V):
+        for _ in range(30 if is_connection else 23):
+            retry(worker)
+    if not is_connection:
+        with pytest.raises(AttemptsExhausted, match="too many requests"):
+            retry(W)
 
 
 def test_what_fails_without_a_death_shares_one_allowance() -> None:
