@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, TypeAlias, cast
 
+from decode.direct import DirectDecode, Readings
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.calls import Context
 from protos.errors import AlreadyExists, InvalidArgument, Unavailable
@@ -141,10 +142,12 @@ class BundledDecode:
 
 
 def serve_decode(server: GrpcServer, decode: decode_pb2_grpc.DecodeServicer) -> None:
-    """Adds the service, with bundles."""
-    bundles = Bundles()
+    """Adds the service, with bundles, and with what clients read here themselves."""
+    bundles, readings = Bundles(), Readings()
     server.add(decode_pb2_grpc.add_BundlesServicer_to_server, bundles)
-    bundled = cast("decode_pb2_grpc.DecodeServicer", BundledDecode(decode, bundles))
+    server.add(decode_pb2_grpc.add_DirectServicer_to_server, readings)
+    direct = cast("decode_pb2_grpc.DecodeServicer", DirectDecode(decode, readings))
+    bundled = cast("decode_pb2_grpc.DecodeServicer", BundledDecode(direct, bundles))
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, bundled)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from deploy.options import F, group_of, setting
+from deploy.options import F, deadline_option, group_of, quiet_option, setting
 
 
 def _http_port(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
@@ -32,4 +32,18 @@ kserve_option = setting(
     "--kserve/--no-kserve", default=True, help="Serve KServe's v2 gRPC too, at the router's own port."
 )
 
-door_options = group_of(http_port_option(), kserve_option)
+direct_option = setting(
+    "--direct",
+    is_flag=True,
+    default=False,
+    help="Let clients read answers at the decode workers, whose addresses they learn; the router places and resumes.",
+)
+
+read_direct_option = click.option(
+    "--direct",
+    is_flag=True,
+    help="Read the answer at its decode worker; the router has to be started with --direct too.",
+)
+asking_options = group_of(deadline_option, read_direct_option, quiet_option)
+
+door_options = group_of(http_port_option(), kserve_option, direct_option)

@@ -102,13 +102,13 @@ def _speculation(context: click.Context, parameter: click.Parameter, value: str 
 router_option = click.option(
     "--router",
     "router_address",
-    metavar="HOST:PORT",
-    callback=_host_and_port,
+    metavar="HOST:PORT,...",
+    callback=_hosts_and_ports,
     default=DEFAULT_ROUTER,
     envvar="PDSERVE_ROUTER",
     show_default=True,
     show_envvar=True,
-    help="Where the router is.",
+    help="Where the router is. If one of several goes away, the next is asked.",
 )
 routers_option = click.option(
     "--router",

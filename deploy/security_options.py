@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from protos.tls import TlsFiles
 
 F = TypeVar("F", bound=Callable[..., Any])
-Connect: TypeAlias = "Callable[[str], PdserveClient]"
+Connect: TypeAlias = "Callable[..., PdserveClient]"
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
 _FILE = click.Path(path_type=Path)

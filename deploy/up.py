@@ -38,6 +38,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
             *drain,
             *security_options.as_arguments(security),
             *([] if settings["kserve"] else ["--no-kserve"]),
+            *(["--direct"] if settings["direct"] else []),
             *(["--keys-file", str(keys_file)] if keys_file else []),
         ],
         worker_arguments=[*options.of_worker(context), *drain, *of_worker],

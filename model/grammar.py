@@ -68,7 +68,7 @@ class Matcher:
 
         None where the draft is not of the grammar: what comes behind does not matter.
         """
-        num_followed = self._follow(output)
+        num_followed = self.num_followed(output)
         if num_certain <= num_followed < len(output):
             return None
         if num_followed < num_certain:
@@ -78,7 +78,7 @@ class Matcher:
             self.problem = self.problem or self._matcher.get_error()[:_MAX_MESSAGE]
         return self._only_ends(vocab_size) if self.problem else _unpacked(bits, vocab_size)
 
-    def _follow(self, output: Sequence[int]) -> int:
+    def num_followed(self, output: Sequence[int]) -> int:
         """How many tokens of `output` are of the grammar. End tokens are not: nothing is asked behind them, and the
         library cannot take them back."""
         num_common = _num_common(self._followed, output)

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
-import grpc.aio
-
-from protos import inference_pb2, inference_pb2_grpc, workers_pb2, workers_pb2_grpc
-from protos.channel import open_channel, service_errors
+from protos import inference_pb2, workers_pb2
 from protos.credentials import Credentials
-from protos.errors import Internal, InvalidArgument, Unavailable
+from protos.direct import Direct
+from protos.errors import InvalidArgument
+from protos.resuming import Asked, Resuming, generated
+from protos.routers import Routers
 from protos.secret import ClusterSecret
-from protos.status_values import ROLES, Status
+from protos.status_values import ROLES, Decision, Status
 from protos.tls import TlsFiles
 from protos.values import ChatMessage, Chunk, Model, Sampling, Summary
 
 Answer: TypeAlias = AsyncGenerator[Chunk | Summary, None]
 """Chunks as they come, then one Summary. Leaving it early (or `aclose`) cancels the request."""
 
-AnswerCall: TypeAlias = "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse]"
-
 
 class PdserveClient:
-    """Connects at the first call, and anew after a loss. Use it as an async context manager, or `close` it."""
+    """Connects at the first call, and anew after a loss. Use it as an async context manager, or `close` it.
+
+    If a router goes away while it answers, the answer goes on at the next of them, or at the same one once it is back.
+    """
 
     def __init__(
         self,
@@ -36,17 +37,19 @@ class PdserveClient:
         tls: TlsFiles | None = None,
         secret: ClusterSecret | None = None,
         insecure: bool = False,
+        direct: bool = False,
     ) -> None:
-        """`secret` instead of a key is for processes of the cluster. `insecure`: send either of them unencrypted.
+        """`address`: of a router, or of several that share their workers, with commas between.
+
+        `secret` instead of a key is for processes of the cluster. `insecure`: send either of them unencrypted.
+        `direct`: read answers at the workers that make them, which have to be within reach; routers need --direct.
 
         Raises OSError or ValueError for files that cannot be used, FailedPrecondition if `insecure` would be needed.
         """
-        self._nobody_there = f"no router answers at {address}: start one with `pdserve up`, or give its address"
         is_anonymous = not (api_key or tls or secret)
         credentials = None if is_anonymous else Credentials(tls, secret, api_key, insecure=insecure)
-        self._channel = open_channel(address, credentials)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._pools = workers_pb2_grpc.PoolsStub(self._channel)
+        self._direct = Direct(None if tls is None else Credentials(tls)) if direct else None
+        self._routers = Routers([each.strip() for each in address.split(",")], credentials)
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,7 +60,9 @@ class PdserveClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._routers.close()
+        if self._direct is not None:
+            await self._direct.close()
 
     def generate(
         self,
@@ -92,7 +97,7 @@ class PdserveClient:
         else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(prompt)
-        return _answer(lambda: self._inference.Generate(request, timeout=deadline_s), self._nobody_there)
+        return self._answer(request, deadline_s)
 
     def chat(
         self,
@@ -117,7 +122,7 @@ class PdserveClient:
                 priority=priority,
                 session_id=session_id,
             )
-        return _answer(lambda: self._inference.Chat(request, timeout=deadline_s), self._nobody_there)
+        return self._answer(request, deadline_s)
 
     async def tokenize(
         self, text: str | Sequence[ChatMessage], *, deadline_s: float | None = None
@@ -128,33 +133,51 @@ class PdserveClient:
         else:
             conversation = inference_pb2.ChatConversation(messages=[message.to_message() for message in text])
             request = inference_pb2.TokenizeRequest(chat=conversation)
-        with service_errors(self._nobody_there):
-            response = await self._inference.Tokenize(request, timeout=deadline_s)
+        response = await self._routers.ask(lambda router: router.inference.Tokenize(request, timeout=deadline_s))
         return list(zip(response.token_ids, response.tokens, strict=True))
 
     async def get_model(self, model: str | None = None, *, deadline_s: float | None = None) -> Model:
-        with service_errors(self._nobody_there):
-            request = inference_pb2.GetModelRequest(model=model)
-            return Model.from_message(await self._inference.GetModel(request, timeout=deadline_s))
+        request = inference_pb2.GetModelRequest(model=model)
+        return Model.from_message(
+            await self._routers.ask(lambda router: router.inference.GetModel(request, timeout=deadline_s))
+        )
 
     async def get_status(self, *, deadline_s: float | None = None) -> Status:
-        with service_errors(self._nobody_there):
-            request = workers_pb2.GetStatusRequest()
-            return Status.from_message(await self._pools.GetStatus(request, timeout=deadline_s))
+        request = workers_pb2.GetStatusRequest()
+        return Status.from_message(
+            await self._routers.ask(lambda router: router.pools.GetStatus(request, timeout=deadline_s))
+        )
 
     async def set_role(self, worker_id: str, role: str, *, deadline_s: float | None = None) -> None:
         """Uses a worker for prefill, decode or both, from the next request on."""
         if role not in ROLES:
             raise InvalidArgument(f"role is {role!r}; it must be one of {', '.join(ROLES)}", field="role")
-        with service_errors(self._nobody_there):
-            request = workers_pb2.SetRoleRequest(worker_id=worker_id, role=ROLES[role])
-            await self._pools.SetRole(request, timeout=deadline_s)
+        request = workers_pb2.SetRoleRequest(worker_id=worker_id, role=ROLES[role])
+        await self._routers.ask(lambda router: router.pools.SetRole(request, timeout=deadline_s))
 
     async def set_draining(self, worker_id: str, draining: bool, *, deadline_s: float | None = None) -> None:
         """Takes a worker's requests away from it, while they run, and gives it no new ones; or takes that back."""
-        with service_errors(self._nobody_there):
-            request = workers_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
-            await self._pools.SetDraining(request, timeout=deadline_s)
+        request = workers_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
+        await self._routers.ask(lambda router: router.pools.SetDraining(request, timeout=deadline_s))
+
+    async def _answer(self, request: Asked, deadline_s: float | None) -> Answer:
+        """Named and seeded here, so that any router goes on with it as the first one would have."""
+        if not request.HasField("request_id"):
+            request.request_id = secrets.token_hex(8)
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(63)
+        ask = generated if self._direct is None or _needs_router(request) else self._direct.answer
+        resuming = Resuming(self._routers, ask, request, deadline_s)
+        async with aclosing(resuming.messages()) as messages:
+            async for message in messages:
+                yield Summary.from_message(message) if message.HasField("usage") else Chunk.from_message(message)
+
+    async def list_decisions(self, limit: int | None = None, *, deadline_s: float | None = None) -> list[Decision]:
+        """Roles and drains that were set, newest first. `limit`: 1 to 1,000, 100 by default."""
+        with _readable("limit: ", "limit"):
+            request = workers_pb2.ListDecisionsRequest(limit=limit)
+        response = await self._routers.ask(lambda router: router.pools.ListDecisions(request, timeout=deadline_s))
+        return [Decision.from_message(message) for message in response.decisions]
 
 
 def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams | None:
@@ -171,37 +194,7 @@ def _readable(before: str = "", field: str = "") -> Iterator[None]:
         raise InvalidArgument(f"{before}{error}", field=field) from error
 
 
-async def _answer(start: Callable[[], AnswerCall], nobody_there: str) -> Answer:
-    """Checks that no token of any answer is missing or repeated, and that there is an end.
-
-    Raises:
-        Internal: it is not so. Unavailable: nobody is there, or is no longer; says after how many tokens.
-    """
-    call, is_complete = start(), False
-    num_tokens: Counter[int] = Counter()  # by choice
-    try:
-        with service_errors(nobody_there):
-            async for message in call:
-                if message.HasField("usage"):
-                    yield Summary.from_message(message)
-                    is_complete = True
-                    continue
-                num_known = num_tokens[message.choice]
-                if message.output_index != num_known:
-                    gap = f"the answer has {num_known} tokens and goes on at output_index {message.output_index}"
-                    raise Internal(gap)
-                num_tokens[message.choice] += len(message.token_ids)
-                yield Chunk.from_message(message)
-    except Unavailable as error:
-        if (
-            not num_tokens.total() or type(error) is not Unavailable
-        ):  # a subclass is the router's own word, no lost connection
-            raise
-        number = num_tokens.total()
-        told = f"the answer broke off after {number} token{'s' * (number != 1)}: {error}"
-        raise Unavailable(told, retry_after_s=error.retry_after_s) from error
-    else:
-        if not is_complete:
-            raise Internal("the answer ended without its summary")
-    finally:
-        call.cancel()  # nothing happens if it has ended
+def _needs_router(request: Asked) -> bool:
+    """What of an answer only the router tells."""
+    tells_prompt = request.sampling.HasField("prompt_logprobs") or getattr(request, "echo", False)
+    return request.n > 1 or tells_prompt

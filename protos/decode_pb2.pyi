@@ -20,6 +20,28 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ReadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    permit: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        permit: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "permit", b"permit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadRequest: _TypeAlias = ReadRequest  # noqa: Y015
+
+@_typing.final
 class DecodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -31,6 +53,7 @@ class DecodeRequest(_message.Message):
     PREFILL_HERE_FIELD_NUMBER: _builtins.int
     BUNDLE_ID_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt_id: _builtins.str
     num_prompt_tokens: _builtins.int
@@ -40,6 +63,10 @@ class DecodeRequest(_message.Message):
     """where to answer; empty, or not known here: in the call's own stream"""
     stream: _builtins.int
     """the answer's number there; each is used once"""
+    permit: _builtins.bytes
+    """16 .. 64 bytes that nobody can guess: who shows them to Direct reads the answer. Here come, without text, the token
+    of a prefill here at once, and all others many in a message. Empty: as ever.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt, then tokens already emitted (resume)"""
@@ -59,10 +86,11 @@ class DecodeRequest(_message.Message):
         prefill_here: _builtins.bool = ...,
         bundle_id: _builtins.str = ...,
         stream: _builtins.int = ...,
+        permit: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "bundle_id", b"bundle_id", "num_prompt_tokens", b"num_prompt_tokens", "prefill_here", b"prefill_here", "request_id", b"request_id", "sampling", b"sampling", "stream", b"stream", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "bundle_id", b"bundle_id", "num_prompt_tokens", b"num_prompt_tokens", "permit", b"permit", "prefill_here", b"prefill_here", "request_id", b"request_id", "sampling", b"sampling", "stream", b"stream", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -440,3 +440,81 @@ class Bundles:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class DirectStub:
+    """Beside Decode, on the same worker, for clients of the router: they need no key here but a permit.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Read = channel.unary_stream(
+                '/pdserve.v1.Direct/Read',
+                request_serializer=protos_dot_decode__pb2.ReadRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+
+
+class DirectServicer:
+    """Beside Decode, on the same worker, for clients of the router: they need no key here but a permit.
+    """
+
+    def Read(self, request, context):
+        """What the attempt says from its first token here on. If it ends without a finish reason, the answer goes on at another
+        worker. Waits a little for the attempt, whose router may be slower than its client. PERMISSION_DENIED: no such
+        attempt has this permit. INTERRUPTED: the attempt has failed, or was cancelled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DirectServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=protos_dot_decode__pb2.ReadRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.Direct', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.Direct', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Direct:
+    """Beside Decode, on the same worker, for clients of the router: they need no key here but a permit.
+    """
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Direct/Read',
+            protos_dot_decode__pb2.ReadRequest.SerializeToString,
+            protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -122,3 +122,29 @@ class BundlesServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_BundlesServicer_to_server(servicer: BundlesServicer, server: _aio.Server) -> None: ...
+
+class DirectStub:
+    """Beside Decode, on the same worker, for clients of the router: they need no key here but a permit."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Read: _aio.UnaryStreamMultiCallable[_decode_pb2.ReadRequest, _inference_pb2.GenerateResponse]
+    """What the attempt says from its first token here on. If it ends without a finish reason, the answer goes on at another
+    worker. Waits a little for the attempt, whose router may be slower than its client. PERMISSION_DENIED: no such
+    attempt has this permit. INTERRUPTED: the attempt has failed, or was cancelled.
+    """
+
+class DirectServicer(metaclass=_abc_1.ABCMeta):
+    """Beside Decode, on the same worker, for clients of the router: they need no key here but a permit."""
+
+    @_abc_1.abstractmethod
+    def Read(
+        self,
+        request: _decode_pb2.ReadRequest,
+        context: _aio.ServicerContext[_decode_pb2.ReadRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
+    ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
+        """What the attempt says from its first token here on. If it ends without a finish reason, the answer goes on at another
+        worker. Waits a little for the attempt, whose router may be slower than its client. PERMISSION_DENIED: no such
+        attempt has this permit. INTERRUPTED: the attempt has failed, or was cancelled.
+        """
+
+def add_DirectServicer_to_server(servicer: DirectServicer, server: _aio.Server) -> None: ...

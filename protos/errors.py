@@ -146,6 +146,13 @@ class WorkerLost(Unavailable):
     reason = "WORKER_LOST"
 
 
+class Interrupted(Unavailable):
+    """An answer that the client reads from a worker has broken off there. It goes on where it is asked for again, with
+    the tokens that have come."""
+
+    reason = "INTERRUPTED"
+
+
 class AttemptsExhausted(Unavailable):
     """Every attempt that the router's budget allows has failed; the message ends with the last failure."""
 

@@ -258,6 +258,7 @@ class GenerateRequest(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    EMITTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Default: minted by the router. Unique among the requests in flight"""
     model: _builtins.str
@@ -275,6 +276,12 @@ class GenerateRequest(_message.Message):
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def emitted(self) -> Global___TokenIds:
+        """Tokens of the answer that the client has already, from a stream that broke off: it goes on behind them, exactly as it
+        would have, if all else is asked for as before. n has to be 1, and the seed given unless temperature is 0.
+        """
+
     def __init__(
         self,
         *,
@@ -287,10 +294,11 @@ class GenerateRequest(_message.Message):
         echo: _builtins.bool | None = ...,
         priority: _builtins.int | None = ...,
         session_id: _builtins.str | None = ...,
+        emitted: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "echo", b"echo", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "echo", b"echo", "emitted", b"emitted", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "echo", b"echo", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "echo", b"echo", "emitted", b"emitted", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
     _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
@@ -357,6 +365,7 @@ class ChatRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    EMITTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     n: _builtins.int
@@ -367,6 +376,8 @@ class ChatRequest(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def emitted(self) -> Global___TokenIds: ...
     def __init__(
         self,
         *,
@@ -377,10 +388,11 @@ class ChatRequest(_message.Message):
         n: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
         session_id: _builtins.str | None = ...,
+        emitted: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "emitted", b"emitted", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "emitted", b"emitted", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
@@ -469,6 +481,7 @@ class GenerateResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    DIRECTIONS_FIELD_NUMBER: _builtins.int
     output_index: _builtins.int
     """index of token_ids[0] in the output: a gap or a repeat can be seen"""
     text: _builtins.str
@@ -498,6 +511,10 @@ class GenerateResponse(_message.Message):
     def prompt(self) -> Global___PromptChunk:
         """echo and prompt_logprobs: before the first token"""
 
+    @_builtins.property
+    def directions(self) -> Global___Directions:
+        """Route only; in a message of their own"""
+
     def __init__(
         self,
         *,
@@ -512,10 +529,11 @@ class GenerateResponse(_message.Message):
         request_id: _builtins.str = ...,
         choice: _builtins.int = ...,
         prompt: Global___PromptChunk | None = ...,
+        directions: Global___Directions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_stats", b"decode_stats", "prompt", b"prompt", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_stats", b"decode_stats", "directions", b"directions", "prompt", b"prompt", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode_stats", b"decode_stats", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_index", b"output_index", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "timeline", b"timeline", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode_stats", b"decode_stats", "directions", b"directions", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_index", b"output_index", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "timeline", b"timeline", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,6 +768,63 @@ class Timeline(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timeline: _TypeAlias = Timeline  # noqa: Y015
+
+@_typing.final
+class RouteRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATE_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def generate(self) -> Global___GenerateRequest: ...
+    @_builtins.property
+    def chat(self) -> Global___ChatRequest: ...
+    def __init__(
+        self,
+        *,
+        generate: Global___GenerateRequest | None = ...,
+        chat: Global___ChatRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["generate", "chat"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
+
+@_typing.final
+class Directions(_message.Message):
+    """Where to read what follows of an answer: pdserve.v1.Direct, on that worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    attempt_id: _builtins.str
+    permit: _builtins.bytes
+    """good for this answer alone, and once; secret"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        attempt_id: _builtins.str = ...,
+        permit: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt_id", b"attempt_id", "permit", b"permit", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Directions: _TypeAlias = Directions  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

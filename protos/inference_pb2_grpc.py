@@ -44,6 +44,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Route = channel.unary_stream(
+                '/pdserve.v1.Inference/Route',
+                request_serializer=protos_dot_inference__pb2.RouteRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pdserve.v1.Inference/Tokenize',
                 request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -73,6 +78,16 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Route(self, request, context):
+        """Either of them, with the tokens after the first at the worker that makes them: here come directions, the first token
+        where a prefill worker makes it, directions anew when the answer goes on at another worker, and at last usage and
+        timeline. Closing it ends the answer. INTERRUPTED: ask again with what has come as `emitted`. Without n, echo and
+        prompt_logprobs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -96,6 +111,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Chat': grpc.unary_stream_rpc_method_handler(
                     servicer.Chat,
                     request_deserializer=protos_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Route': grpc.unary_stream_rpc_method_handler(
+                    servicer.Route,
+                    request_deserializer=protos_dot_inference__pb2.RouteRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
@@ -162,6 +182,33 @@ class Inference:
             target,
             '/pdserve.v1.Inference/Chat',
             protos_dot_inference__pb2.ChatRequest.SerializeToString,
+            protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Route(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Inference/Route',
+            protos_dot_inference__pb2.RouteRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

@@ -18,6 +18,12 @@ class InferenceStub:
     """Streams the continuation of one prompt. The last message carries usage and timeline."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.GenerateResponse]
     """The same for a conversation, rendered with the model's chat template."""
+    Route: _aio.UnaryStreamMultiCallable[_inference_pb2.RouteRequest, _inference_pb2.GenerateResponse]
+    """Either of them, with the tokens after the first at the worker that makes them: here come directions, the first token
+    where a prefill worker makes it, directions anew when the answer goes on at another worker, and at last usage and
+    timeline. Closing it ends the answer. INTERRUPTED: ask again with what has come as `emitted`. Without n, echo and
+    prompt_logprobs.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.Model]
 
@@ -37,6 +43,18 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.ChatRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
         """The same for a conversation, rendered with the model's chat template."""
+
+    @_abc_1.abstractmethod
+    def Route(
+        self,
+        request: _inference_pb2.RouteRequest,
+        context: _aio.ServicerContext[_inference_pb2.RouteRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
+    ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
+        """Either of them, with the tokens after the first at the worker that makes them: here come directions, the first token
+        where a prefill worker makes it, directions anew when the answer goes on at another worker, and at last usage and
+        timeline. Closing it ends the answer. INTERRUPTED: ask again with what has come as `emitted`. Without n, echo and
+        prompt_logprobs.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(

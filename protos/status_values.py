@@ -1,8 +1,9 @@
-"""A cluster as `PdserveClient.get_status` tells of it: frozen values, and how they are read from messages."""
+"""A cluster as `PdserveClient` tells of it, and what was decided: frozen values, and how messages become them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from protos import workers_pb2
 
@@ -97,4 +98,27 @@ class Status:
             workers=tuple(WorkerStatus.from_message(each) for each in message.workers),
             is_draining=message.draining,
             num_requests_waiting=message.num_requests_waiting,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was set at a router, and by whom."""
+
+    at: datetime  # in UTC
+    what: str  # role, drain, no drain
+    worker_id: str
+    role: str  # of what is a role
+    key: str  # the name of it; empty where none is asked for
+    router: str  # its address
+
+    @staticmethod
+    def from_message(message: workers_pb2.Decision) -> Decision:
+        return Decision(
+            at=message.at.ToDatetime(UTC),
+            what=message.what,
+            worker_id=message.worker_id,
+            role=message.role,
+            key=message.key,
+            router=message.router,
         )

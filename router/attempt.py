@@ -21,7 +21,7 @@ from router.leg import DecodeLeg, decode_leg, ended_early, leg_errors
 from router.links import Links
 from router.messages import decode_request, prefill_request, target_message
 from router.placement import Placement
-from router.validation import Request
+from router.request import Request
 
 _HAND_OVER_S = 30.0  # of a running sequence; several wait for each other
 _STATISTICS_S = 1.0  # for prefill's, when the answer is complete already: it goes without them
@@ -43,6 +43,7 @@ class Attempt:
     timeout_s: float | None
     links: Links
     arrives: bool = False
+    permit: bytes = b""  # to read the answer at its decode worker; empty: it is read here
     span: tracing.Span = tracing.NO_SPAN
     started_at: float = field(default_factory=time.monotonic)
     prefill_stats: prefill_pb2.PrefillStats | None = None
@@ -60,6 +61,22 @@ class Attempt:
         if prefill is not None and decode is not None:
             return self._two_legs(prefill, decode)
         raise ValueError("a placement names at least one worker")
+
+    @property
+    def directions(self) -> bytes:
+        """A message for a client that reads at the decode worker. What `messages` has is then for us, but the first
+        token, where a prefill worker makes it."""
+        worker = self.placement.decode
+        assert worker is not None
+        directions = inference_pb2.Directions(
+            worker_id=worker.id.name, address=worker.address, attempt_id=self.attempt_id, permit=self.permit
+        )
+        return inference_pb2.GenerateResponse(directions=directions).SerializeToString()
+
+    @property
+    def tells_first(self) -> bool:
+        """Whether the first message is a prefill worker's."""
+        return self.placement.prefill is not None and not self.arrives
 
     async def hand_over(self, target: Candidate, attempt_id: str) -> inference_pb2.DecodeStats:
         """Has the decode worker hand the sequence over to `target`; its messages end then, and the answer has not.
@@ -141,6 +158,7 @@ class Attempt:
     @asynccontextmanager
     async def _decode_leg(self, worker: Candidate, *, prefill_here: bool) -> AsyncIterator[DecodeLeg]:
         request = decode_request(self.request, self.attempt_id, self.token_ids, prefill_here=prefill_here)
+        request.permit = self.permit
         headers = self.span.headers
         async with self.links.to(worker) as link, decode_leg(worker, link, request, self.timeout_s, headers) as leg:
             yield leg

@@ -22,8 +22,8 @@ from router.account import Account
 from router.placement import Placement
 from router.progress import Progress
 from router.relay import Relay
+from router.request import Request
 from router.timeline import RequestClock
-from router.validation import Request
 
 _MAX_QUEUED = 64  # messages of all answers that wait for the client; behind them the workers' streams wait
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -59,6 +59,7 @@ class RouterConfig:
     port: int = 8500
     metrics_port: int | None = None
     http_port: int | None = None  # of OpenAI's interface
+    direct: bool = False  # clients may be sent to the decode workers for their answers
     kserve: bool = True  # KServe's v2 gRPC, at `port` too
     store: str = ""  # URL of the Redis that several routers share; empty: this one is alone
     store_namespace: str = "pdserve"

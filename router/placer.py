@@ -23,9 +23,9 @@ from router.config import PlacementPolicy
 from router.demand import Demand
 from router.dispatch import Dispatch
 from router.placement import Placement, place, place_moved
+from router.request import Request
 from router.sessions import Sessions
 from router.turns import Admitted, Ask
-from router.validation import Request
 from router.workers import WorkerTable
 
 _HASHED_AT_ONCE = 4096  # tokens, in a millisecond; more of them in a thread, or they would hold up the streams
@@ -104,7 +104,7 @@ class Placer:
             tenant=tenant,
             priority=request.priority,
             num_prompt_tokens=wanted.num_tokens,
-            max_tokens=request.sampling.max_tokens,
+            max_tokens=request.max_new_tokens,
             num_answers=request.num_choices,
             deadline_at=wanted.deadline_at,
             find=lambda held: self.place(wanted.demand(), wanted.avoid, held),

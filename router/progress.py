@@ -15,8 +15,8 @@ from router.dispatch import Dispatch
 from router.messages import emitted_tokens
 from router.move import Move
 from router.placement import Placement
+from router.request import Request
 from router.timeline import RequestClock
-from router.validation import Request
 
 _KEPT_MESSAGES = 64
 
@@ -33,7 +33,7 @@ class Progress:
     prefers: Placement | None = None
     is_choice: bool = False
     placement: Placement | None = None  # of the last attempt
-    emitted: array[int] = field(default_factory=lambda: array("q"))  # as of the last reading back
+    emitted: array[int] = field(init=False)  # as of the last reading back
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
     last: pb.GenerateResponse | None = None  # the message that ended the answer
     avoid: set[WorkerId] = field(default_factory=set)
@@ -44,6 +44,9 @@ class Progress:
     move: Move | None = None  # made, and not yet followed
     dispatch: Dispatch | None = None  # of a placement, until its attempt runs
     done_before: pb.DecodeStats | None = None  # on workers that the sequence was moved away from
+
+    def __post_init__(self) -> None:
+        self.emitted = array("q", self.request.emitted)
 
     @property
     def remaining_s(self) -> float | None:

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from protos import inference_pb2 as pb
+from protos.errors import Interrupted
 from protos.tracing import Span
 from router import metrics
 from router.account import Account
@@ -29,13 +30,14 @@ from router.move import Move, moved
 from router.placement import Placement
 from router.placer import Placer, Wanted
 from router.progress import Progress
+from router.request import Request
 from router.retries import Retries
 from router.timeline import RequestClock, Served, joined, timeline, usage
-from router.validation import Request
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
+_PERMIT_BYTES = 32
 _MOVE_S = 1.0  # between a worker's end of a stream and its word that the sequence is elsewhere
 
 
@@ -85,7 +87,7 @@ class Relay:
             self._retries.end()
             if (dispatch := progress.take_dispatch()) is not None:  # made, and never followed
                 dispatch.end()
-            progress.account.num_output_tokens.append(progress.num_relayed)
+            progress.account.num_output_tokens.append(progress.num_relayed - len(progress.request.emitted))
         assert attempt is not None
         for worker in attempt.placement.workers:
             self.breakers.succeeded(worker.id, time.monotonic())
@@ -107,6 +109,7 @@ class Relay:
             placement=placement,
             timeout_s=progress.remaining_s,
             links=self._links,
+            permit=_permit(progress, placement),
             span=_attempt_span(progress, placement),
         )
 
@@ -123,6 +126,7 @@ class Relay:
             timeout_s=progress.remaining_s,
             links=self._links,
             arrives=True,
+            permit=_permit(progress, placement),
             span=_attempt_span(progress, placement, moved=True),
             prefill_stats=before.prefill_stats,
         )
@@ -163,15 +167,21 @@ class Relay:
         assert dispatch is not None
         moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._placer, self._rng))
         try:
+            if attempt.permit:
+                metrics.DIRECT.inc()
+                yield attempt.directions
             async with aclosing(attempt.messages()) as messages:
                 async for raw in messages:
                     progress.relayed(raw)
+                    is_told = not attempt.permit
                     if not dispatch.is_prefilled:
+                        is_told = is_told or attempt.tells_first
                         dispatch.prefilled()
                         if not attempt.arrives:
                             progress.clock.attempt_token()
                             metrics.observe_ttft(attempt.placement, progress.clock)
-                    yield raw
+                    if is_told:
+                        yield raw
             progress.clock.last_token()
             if not progress.is_complete():
                 if dispatch.leaving.is_set():
@@ -193,6 +203,8 @@ class Relay:
             progress.avoid |= {worker.id for worker in involved}
         num_failures = progress.num_retries + progress.num_resumes + 1
         delay_s = self._retries.delay_s(failure, num_failures, len(progress.emitted), progress.remaining_s)
+        if attempt.permit:
+            raise Interrupted(f"the answer broke off: {failure.error}")  # what has come of it, the client knows
         progress.done_before = None  # statistics are those of what follows
         if progress.emitted:
             progress.num_resumes += 1
@@ -202,6 +214,10 @@ class Relay:
             metrics.RETRIES.inc()
         logger.warning("request %s: %s; placing it again", progress.request.request_id, failure.error)
         await asyncio.sleep(delay_s)
+
+
+def _permit(progress: Progress, placement: Placement) -> bytes:
+    return secrets.token_bytes(_PERMIT_BYTES) if progress.request.is_direct and placement.decode is not None else b""
 
 
 def _attempt_span(progress: Progress, placement: Placement, *, moved: bool = False) -> Span:
@@ -236,7 +252,7 @@ def _summary(progress: Progress, last: pb.GenerateResponse, attempt: Attempt) ->
         decode=joined(progress.done_before, last.decode_stats) if last.HasField("decode_stats") else None,
         num_retries=progress.num_retries,
         num_moves=progress.num_moves,
-        num_resumes=progress.num_resumes,
+        num_resumes=progress.num_resumes + bool(progress.request.emitted),
     )
     return pb.GenerateResponse(
         output_index=served.num_output_tokens,

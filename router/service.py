@@ -14,7 +14,6 @@ import grpc
 
 from model.chat_template import ChatRejected, NoChatTemplate
 from model.grammar import GrammarRejected
-from model.sampling_params import Grammar
 from protos import inference_pb2 as pb
 from protos import tracing
 from protos.caller import Caller, current_caller
@@ -26,14 +25,15 @@ from router.account import Account, accounted
 from router.admission import Gate
 from router.card import ModelCard
 from router.choices import Choices
+from router.direct import checked_direct
 from router.echo import echoed
 from router.messages import model_message
 from router.rate_limits import RateLimits
 from router.relay import Relay
+from router.request import Request
 from router.timeline import RequestClock
 from router.validation import (
     Prompt,
-    Request,
     TokenLimit,
     UnresolvedRequest,
     chat_prompt,
@@ -55,9 +55,19 @@ class InferenceService:
     """Answers of Generate and Chat are bytes of GenerateResponse: most of them are the workers' own."""
 
     def __init__(
-        self, card: ModelCard, table: WorkerTable, relay: Relay, gate: Gate, limits: RateLimits, max_prompt_bytes: int
+        self,
+        card: ModelCard,
+        table: WorkerTable,
+        relay: Relay,
+        gate: Gate,
+        limits: RateLimits,
+        max_prompt_bytes: int,
+        *,
+        offers_direct: bool = False,
     ) -> None:
+        """`offers_direct`: clients may be sent to the decode workers for their answers."""
         self._card = card
+        self._offers_direct = offers_direct
         self._gate = gate
         self._limits = limits
         self._table = table
@@ -81,6 +91,7 @@ class InferenceService:
         return {
             "Generate": stream(self.Generate, pb.GenerateRequest.FromString),
             "Chat": stream(self.Chat, pb.ChatRequest.FromString),
+            "Route": stream(self.Route, pb.RouteRequest.FromString),
             "Tokenize": unary(self.Tokenize, pb.TokenizeRequest.FromString, pb.TokenizeResponse.SerializeToString),
             "GetModel": unary(self.GetModel, pb.GetModelRequest.FromString, pb.Model.SerializeToString),
         }
@@ -91,20 +102,42 @@ class InferenceService:
     def Chat(self, message: pb.ChatRequest, context: Context) -> AsyncGenerator[bytes, None]:
         return self.chat(message, context.time_remaining())
 
+    def Route(self, message: pb.RouteRequest, context: Context) -> AsyncGenerator[bytes, None]:
+        return self._answer(
+            lambda: checked_direct(self._check_routed(message), is_offered=self._offers_direct),
+            context.time_remaining(),
+            current_caller.get(),
+        )
+
     def generate(self, message: pb.GenerateRequest, remaining_s: float | None) -> AsyncGenerator[bytes, None]:
         """For every door: the serialized messages of one answer. None: no deadline. Closing it cancels."""
         return self._answer(
-            lambda: check_generate(message, self._card, self._limit(), self._max_prompt_bytes, secrets.token_hex(8)),
+            lambda: self._check_generate(message),
             remaining_s,
             current_caller.get(),
         )
 
     def chat(self, message: pb.ChatRequest, remaining_s: float | None) -> AsyncGenerator[bytes, None]:
         return self._answer(
-            lambda: check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8)),
+            lambda: self._check_chat(message),
             remaining_s,
             current_caller.get(),
         )
+
+    def _check_routed(self, message: pb.RouteRequest) -> UnresolvedRequest:
+        match message.WhichOneof("request"):
+            case "generate":
+                return self._check_generate(message.generate)
+            case "chat":
+                return self._check_chat(message.chat)
+            case _:
+                raise InvalidArgument("there is no request: set generate or chat", field="request")
+
+    def _check_generate(self, message: pb.GenerateRequest) -> UnresolvedRequest:
+        return check_generate(message, self._card, self._limit(), self._max_prompt_bytes, secrets.token_hex(8))
+
+    def _check_chat(self, message: pb.ChatRequest) -> UnresolvedRequest:
+        return check_chat(message, self._card, self._max_prompt_bytes, secrets.token_hex(8))
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         match message.WhichOneof("input"):
@@ -147,10 +180,10 @@ class InferenceService:
                 clock.tokenized()
                 span.part("tokenize", clock.received_at, clock.received_at + clock.tokenize_s, tokens=len(token_ids))
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
-                await self._check_grammar(request.sampling.grammar)
+                await self._check_grammar(request)
                 request = replace(request, span=span)
-                allowance.take_tokens(len(token_ids), request.num_choices * request.sampling.max_tokens)
-                with accounted(allowance, self._gate, len(token_ids)) as account:
+                allowance.take_tokens(request.num_known_tokens, request.num_choices * request.max_new_tokens)
+                with accounted(allowance, self._gate, request.num_known_tokens) as account:
                     async with aclosing(self._messages(request, clock, deadline_at, account)) as messages:
                         async for raw in messages:
                             yield raw
@@ -178,17 +211,21 @@ class InferenceService:
         except ChatRejected as error:
             raise InvalidArgument(str(error), field="messages") from None
 
-    async def _check_grammar(self, grammar: Grammar | None) -> None:
+    async def _check_grammar(self, request: Request) -> None:
         """In a thread, as it may take a while; the workers compile it too, but here nothing has been done yet."""
-        if grammar is None:
+        if (grammar := request.sampling.grammar) is None:
             return
         field = f"sampling.{grammar.kind.value}"
         if self._card.grammars is None:
             raise FailedPrecondition("the router has no tokenizer to compile a grammar with", field=field)
         try:
-            await asyncio.to_thread(self._card.grammars.matcher, grammar)
+            matcher = await asyncio.to_thread(self._card.grammars.matcher, grammar)
         except GrammarRejected as error:
             raise InvalidArgument(f"{field}: {error}", field=field) from None
+        num_followed = await asyncio.to_thread(matcher.num_followed, request.emitted)
+        if num_followed < len(request.emitted):
+            token_id = request.emitted[num_followed]
+            raise InvalidArgument(f"emitted[{num_followed}] is {token_id}, which {field} rules out", field="emitted")
 
     def _context_limit(self) -> TokenLimit:
         return context_limit(self._card, self._table.common.max_context_tokens)

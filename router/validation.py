@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from model.chat_template import ChatMessage
@@ -19,15 +19,16 @@ from model.sampling_params import (
     SamplingParams,
 )
 from protos import inference_pb2 as pb
-from protos import tracing
 from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
 from router.card import ModelCard
+from router.emitted import check_emitted
+from router.request import DEFAULT_PRIORITY, Request
 
 ROLES = ("system", "user", "assistant")
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_SESSION_ID_CHARACTERS = 128
 MAX_MESSAGES = 4096
-MAX_PRIORITY, DEFAULT_PRIORITY = 9, 5
+MAX_PRIORITY = 9
 MAX_CHOICES = 16
 MAX_PROMPT_SCORES = 2**19  # logprobs of one prompt, of its tokens and their alternatives: about 8 MB
 
@@ -53,23 +54,8 @@ class UnresolvedRequest:
     session_id: str = ""
     num_choices: int = 1
     echo: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is served: tokens, and sampling with every field set.
-
-    `priority`: higher goes first while requests wait. `session_id`: "" for a request of none.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = DEFAULT_PRIORITY
-    session_id: str = ""
-    num_choices: int = 1  # answers to the one prompt
-    echo: bool = False  # the prompt is told before them
-    span: tracing.Span = field(default=tracing.NO_SPAN, compare=False)
+    emitted: tuple[int, ...] = ()
+    is_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +78,12 @@ def check_generate(
             prompt = _ids_prompt(message.token_ids.ids, card, limit)
         case _:
             raise InvalidArgument("there is no prompt: set text or token_ids", field="prompt")
-    return _unresolved(message, prompt, new_id)
+    return _unresolved(message, prompt, card, new_id)
 
 
 def check_chat(message: pb.ChatRequest, card: ModelCard, max_prompt_bytes: int, new_id: str) -> UnresolvedRequest:
     check_model(message.model if message.HasField("model") else None, card)
-    return _unresolved(message, chat_prompt(message.messages, max_prompt_bytes), new_id)
+    return _unresolved(message, chat_prompt(message.messages, max_prompt_bytes), card, new_id)
 
 
 def resolve(
@@ -112,6 +98,9 @@ def resolve(
     _check_length(unresolved.prompt.field, len(ids), limit)
     room = limit.num_tokens - len(ids)
     sampling = _sampling(unresolved.sampling, card, room, drawn_seed)
+    has_seed = unresolved.sampling.HasField("seed")
+    check_emitted(unresolved.emitted, sampling, num_choices=unresolved.num_choices, has_seed=has_seed)
+    _check_in_vocabulary("emitted", unresolved.emitted, card)
     if sampling.max_tokens > room:
         raise InvalidArgument(
             f"sampling.max_tokens is {sampling.max_tokens}; it must be at most {room}: "
@@ -126,7 +115,9 @@ def resolve(
         priority=unresolved.priority,
         session_id=unresolved.session_id,
         num_choices=unresolved.num_choices,
-        echo=unresolved.echo,
+        echo=unresolved.echo and not unresolved.emitted,
+        emitted=unresolved.emitted,
+        is_direct=unresolved.is_direct,
     )
 
 
@@ -181,7 +172,9 @@ def _ids_prompt(ids: Sequence[int], card: ModelCard, limit: TokenLimit) -> Promp
     return Prompt("token_ids", token_ids=token_ids)
 
 
-def _unresolved(message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, new_id: str) -> UnresolvedRequest:
+def _unresolved(
+    message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, card: ModelCard, new_id: str
+) -> UnresolvedRequest:
     has = message.HasField
     return UnresolvedRequest(
         request_id=_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS) if has("request_id") else new_id,
@@ -191,6 +184,7 @@ def _unresolved(message: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt, ne
         session_id=_name("session_id", message.session_id, MAX_SESSION_ID_CHARACTERS) if has("session_id") else "",
         num_choices=_within("n", message.n, 1, MAX_CHOICES) if has("n") else 1,
         echo=isinstance(message, pb.GenerateRequest) and message.echo,
+        emitted=tuple(message.emitted.ids[: card.max_context_tokens + 1]),
     )
 
 

@@ -73,6 +73,7 @@ ONLY_FILE = {
 EDGES = {
     "decode/bundles.py",
     "decode/metrics.py",
+    "decode/direct.py",
     "decode/service.py",
     "deploy/fault_seams.py",
     "deploy/reporter.py",

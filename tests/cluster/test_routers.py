@@ -16,7 +16,8 @@ from deploy.process import ChildProcess, Command
 from protos.client import PdserveClient
 from protos.errors import ServiceError
 from protos.status_values import Status
-from tests.cluster.asking import Answered
+from protos.values import Sampling
+from tests.cluster.asking import Answered, ask
 from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config
 from tests.cluster.tiny_model import TinyModel
 from tests.router.redis_server import RedisServer
@@ -33,6 +34,7 @@ class Pair:
     redis: RedisServer
     first: PdserveClient
     second: PdserveClient
+    either: PdserveClient  # asks the first as long as it is there
     second_process: ChildProcess
 
 
@@ -45,11 +47,12 @@ async def pair(tiny_moe: TinyModel, tmp_path: Path) -> AsyncIterator[Pair]:
             second_router(tiny_moe, tmp_path, arguments) as (process, address),
             PdserveClient(cluster.router_address) as first,
             PdserveClient(address) as second,
+            PdserveClient(f"{cluster.router_address},{address}") as either,
         ):
             await until(
                 second, lambda status: {w.state for w in status.workers} == {"ready"} and len(status.workers) == 3
             )
-            yield Pair(cluster, redis, first, second, process)
+            yield Pair(cluster, redis, first, second, either, process)
 
 
 @asynccontextmanager
@@ -109,15 +112,26 @@ async def test_two_routers_agree_and_outlive_each_other_and_their_store(pair: Pa
     pair.redis.start()  # it has lost everything
     await until(pair.second, lambda status: roles(status)["decode-1"] == "decode")
 
-    asked, others = prompts(6, range(20, 200), seed=5), prompts(6, range(20, 200), seed=6)
+    asked, others, resumed = (prompts(6, range(20, 200), seed=seed) for seed in (5, 6, 7))
     through_first, through_second = (
         await ask_all(pair.first, asked, NUM_TOKENS),
         await ask_all(pair.second, others, NUM_TOKENS),
     )
-    await until(pair.first, lambda status: sum(worker.num_running for worker in status.workers) > 3)
+    begun = asyncio.Event()
+
+    async def has_begun() -> None:
+        begun.set()
+
+    sampling = Sampling(temperature=0, max_tokens=NUM_TOKENS)
+    asking = [ask(pair.either, prompt, sampling, at_token=2, then=has_begun) for prompt in resumed]
+    through_either = [asyncio.create_task(each) for each in asking]
+    await begun.wait()
     await pair.cluster.kill("router")
     lost = await asyncio.gather(*through_first, return_exceptions=True)
     assert any(isinstance(each, ServiceError) for each in lost)  # its own open streams, and no others
     check(others, await asyncio.gather(*through_second))
-    await answers_of(pair.second, 7)
+    went_on = await asyncio.gather(*through_either)
+    check(resumed, went_on)
+    assert any(answered.usage.num_resumes for answered in went_on)
+    await answers_of(pair.second, 8)
     await until(pair.second, lambda status: all(worker.num_used_blocks == 0 for worker in status.workers))

@@ -71,7 +71,7 @@ async def secured(tiny_moe: TinyModel, tmp_path_factory: pytest.TempPathFactory)
         folder,
         num_prefill=1,
         arguments=(*as_arguments(of_worker), *logging),
-        router_arguments=(*as_arguments(security), *logging, "--keys-file", str(keys_file)),
+        router_arguments=(*as_arguments(security), *logging, "--keys-file", str(keys_file), "--direct"),
         connect=partial(PdserveClient, tls=tls, secret=security.secret()),
     )
     async with LocalCluster(config) as cluster:
@@ -87,6 +87,22 @@ async def test_answers_are_handed_over_between_those_that_know_each_other(secure
         assert answered.token_ids == expected(prompt, 20)
         assert answered.usage.disaggregated and answered.usage.num_resumes == 0
     await assert_at_rest(secured.cluster)
+
+
+@pytest.mark.parametrize("has_certificate", [True, False])
+async def test_answer_is_read_at_a_worker_by_who_has_a_certificate_and_a_permit(
+    secured: Secured, has_certificate: bool
+) -> None:
+    """Nobody else is let in there; who has none is answered through the router. The key is for the router alone."""
+    tls = secured.authority.issue("user") if has_certificate else TlsFiles(ca=secured.authority.path)
+    (prompt,) = prompts(1, range(40, 200), seed=4)
+    address, key = secured.cluster.router_address, secured.keys["infer"]
+    async with PdserveClient(address, api_key=key, tls=tls, direct=True) as client:
+        answered = await ask(client, prompt, Sampling(temperature=0, max_tokens=20))
+        assert client._direct is not None and client._direct._credentials is not None
+        assert client._direct._credentials.metadata() == ()
+        assert (client._direct._avoided_until == 0) == has_certificate
+    assert answered.token_ids == expected(prompt, 20)
 
 
 async def use(scope: str, client: PdserveClient) -> None:

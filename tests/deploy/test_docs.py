@@ -11,6 +11,7 @@ from deploy.cli import cli
 from model import sampling_params
 from protos import inference_pb2
 from router import validation
+from router.request import DEFAULT_PRIORITY
 
 ROOT = Path(__file__).resolve().parents[2]
 METRIC_FILES = [*ROOT.glob("*/metrics.py"), ROOT / "deploy" / "worker_metrics.py"]
@@ -42,7 +43,7 @@ def test_grpc_page_tells_every_field_of_a_request_with_its_limits() -> None:
         "session_id": (validation.MAX_SESSION_ID_CHARACTERS,),
         "messages": (validation.MAX_MESSAGES,),
         "n": (validation.MAX_CHOICES,),
-        "priority": (validation.MAX_PRIORITY, validation.DEFAULT_PRIORITY),
+        "priority": (validation.MAX_PRIORITY, DEFAULT_PRIORITY),
         "temperature": (sampling_params.MAX_TEMPERATURE,),
         "logit_bias": (sampling_params.MAX_LOGIT_BIASES, sampling_params.MAX_LOGIT_BIAS),
         "stop_token_ids": (sampling_params.MAX_STOP_TOKEN_IDS,),

@@ -30,6 +30,10 @@ class Echo(inference_pb2_grpc.InferenceServicer):
         finally:
             self.closed += 1
 
+    async def Route(self, request: inference_pb2.RouteRequest, context: Any) -> AsyncIterator[Any]:
+        raise NotImplementedError
+        yield
+
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[Any]:
         yield inference_pb2.GenerateResponse(output_index=0, token_ids=[1])
         raise NotFound("the rest is gone", field="messages", retry_after_s=0.5)

@@ -51,6 +51,10 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
         async for message in self._say(request):
             yield message
 
+    async def Route(self, request: pb.RouteRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        raise NotImplementedError
+        yield
+
     async def Chat(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         async for message in self._say(request):
             yield message
@@ -65,7 +69,8 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
         self.requests.append(request)
         try:
             for message in self.messages:
-                yield message
+                if message.output_index >= len(request.emitted.ids) or message.HasField("usage"):
+                    yield message
                 await asyncio.sleep(self.delay_s)
             if self.ends_with is not None:
                 raise self.ends_with
@@ -153,6 +158,9 @@ async def test_request_says_what_was_set_and_nothing_else() -> None:
         sampling=pb.SamplingParams(temperature=0.0, seed=0, stop_token_ids=[3], max_tokens=4),
         priority=0,
     )
+    assert chat.request_id and chat.sampling.HasField("seed")  # so that another router could go on with it
+    chat.ClearField("request_id")
+    chat.ClearField("sampling")
     assert chat == pb.ChatRequest(model="tiny", messages=[pb.ChatMessage(role="user", content="hi")], session_id="s1")
 
 

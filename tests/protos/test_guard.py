@@ -259,8 +259,10 @@ def test_every_method_of_ours_has_a_rule() -> None:
     services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
     rules = {f"{s.name}/{m.name}": needed_scope(f"/{s.full_name}/{m.name}") for s in services for m in s.methods}
     by_scope = {scope: {name for name, needed in rules.items() if needed == scope} for scope in Scope}
-    assert by_scope[Scope.INFER] == {f"Inference/{name}" for name in ("Generate", "Chat", "Tokenize", "GetModel")}
-    assert by_scope[Scope.READ] == {"Pools/GetStatus"}
+    assert by_scope[Scope.INFER] == {
+        f"Inference/{name}" for name in ("Generate", "Chat", "Route", "Tokenize", "GetModel")
+    }
+    assert by_scope[Scope.READ] == {"Pools/GetStatus", "Pools/ListDecisions"}
     assert by_scope[Scope.OPERATE] == {"Pools/SetRole", "Pools/SetDraining"}
     assert {name.partition("/")[0] for name in by_scope[Scope.CLUSTER]} == {
         "Bundles",
@@ -269,4 +271,5 @@ def test_every_method_of_ours_has_a_rule() -> None:
         "Prefill",
         "Workers",
     }
-    assert set().union(*by_scope.values()) == set(rules)
+    assert {name for name, needed in rules.items() if needed is None} == {"Direct/Read"}  # which asks for a permit
+    assert set().union(*by_scope.values()) | {"Direct/Read"} == set(rules)

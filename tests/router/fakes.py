@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
-from unittest import mock
 
 import grpc.aio
 
@@ -267,15 +266,10 @@ async def running_fleet(
     authenticator: Authenticator | None = None,
     **settings: Any,
 ) -> AsyncIterator[FakeFleet]:
-    """`settings` are other fields of the router's configuration.
-
-    Its router passes on one message after another, however busy the machine, so that tests can tell what each says.
-    """
+    """`settings` are other fields of the router's configuration."""
     config = RouterConfig("tiny", port=0, drain_s=1.0, max_prompt_bytes=1000, relay=policy, **settings)
-    one_by_one = mock.patch("router.inbox.merged", lambda messages: (messages[0], 1))
     async with Router(config, CARD, authenticator=authenticator) as router:
         fleet = FakeFleet(router)
-        one_by_one.start()
         try:
             for index in range(num_prefill):
                 await fleet.add(f"p{index}", workers_pb2.ROLE_PREFILL)
@@ -285,7 +279,6 @@ async def running_fleet(
                 await fleet.add(f"w{index}", workers_pb2.ROLE_BOTH)
             yield fleet
         finally:
-            one_by_one.stop()
             for worker in fleet.workers.values():
                 with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
                     await worker.die()

@@ -128,6 +128,7 @@ async def test_bundle_ends_with_its_worker(fleet: FakeFleet, client: PdserveClie
     assert not bundle.is_open
 
 
+@pytest.mark.gathers
 async def test_client_that_does_not_read_makes_its_own_sequence_wait_and_no_other(
     client: PdserveClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

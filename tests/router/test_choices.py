@@ -20,8 +20,8 @@ from router.account import Account
 from router.choices import Choices, choice_seed
 from router.progress import Progress
 from router.rate_limits import RateLimits
+from router.request import Request
 from router.timeline import RequestClock
-from router.validation import Request
 from tests.router.asking import PROMPT, DieOnce, FailOnce, all_workers, answer
 from tests.router.fakes import FakeFleet, plain_loop, running_fleet
 

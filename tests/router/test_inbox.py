@@ -10,6 +10,8 @@ from protos import inference_pb2 as pb
 from protos.errors import Unavailable
 from router.inbox import MAX_BYTES, Inbox
 
+pytestmark = pytest.mark.gathers
+
 
 def message(index: int, text: str = "") -> bytes:
     return pb.GenerateResponse(output_index=index, token_ids=[index], text=text).SerializeToString()

@@ -25,9 +25,9 @@ from router.config import AdmissionPolicy, PlacementPolicy
 from router.placement import Placement
 from router.placer import Placer, Wanted
 from router.rate_limits import RateLimits
+from router.request import Request
 from router.sessions import Sessions
 from router.timeline import RequestClock
-from router.validation import Request
 from router.worker import WorkerLoad, WorkerState
 from router.workers import WorkerTable
 from tests.router.test_workers import Clock, profile

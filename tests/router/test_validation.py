@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from model.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
 from protos.errors import DeadlineExceeded, InvalidArgument, NotFound
+from router.request import Request
 from router.validation import (
     Prompt,
-    Request,
     TokenLimit,
     UnresolvedRequest,
     check_chat,

@@ -1,0 +1,151 @@
+"""An answer that its client reads at the worker that makes it. The router tells where, and when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc.aio
+
+from protos import decode_pb2, decode_pb2_grpc
+from protos import inference_pb2 as pb
+from protos.channel import open_channel, service_errors
+from protos.credentials import Credentials
+from protos.errors import DeadlineExceeded, Internal, Interrupted, ServiceError
+from protos.resuming import Asked, Stream, generated
+from protos.routers import Router
+
+_MAX_WAITING = 256  # messages that have come and whose turn has not
+_AVOIDED_S = 30.0
+_MAX_IN_VAIN = 2  # in a row: one worker may just have died, whom its router will not name again
+
+
+@dataclass(frozen=True, slots=True)
+class _BrokenOff:
+    """What a worker says has ended there. Whether that is all there is to it, the router tells."""
+
+    error: ServiceError
+
+
+Event: TypeAlias = "pb.GenerateResponse | ServiceError | _BrokenOff"
+
+
+class Direct:
+    """`answer` is a `protos.resuming.Ask`. Workers are shown a permit, and no key."""
+
+    def __init__(self, credentials: Credentials | None) -> None:
+        self._credentials = credentials
+        self._channels: dict[str, grpc.aio.Channel] = {}  # to workers, by address
+        self._avoided_until = 0.0
+        self._num_in_vain = 0
+
+    async def close(self) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    async def answer(self, router: Router, request: Asked, timeout_s: float | None) -> Stream:
+        """For a while through the router, where workers could not be read from: they may be out of our reach."""
+        is_avoided = time.monotonic() < self._avoided_until
+        source = generated(router, request, timeout_s) if is_avoided else self._messages(router, request, timeout_s)
+        async with aclosing(source):
+            async for message in source:
+                yield message
+
+    async def _messages(self, router: Router, request: Asked, timeout_s: float | None) -> Stream:
+        """Puts in order what comes from both sides: the worker may be ahead of the router's first token."""
+        events, places = asyncio.Queue[Event](_MAX_WAITING), asyncio.Queue[pb.Directions]()
+        tasks = [
+            asyncio.create_task(_follow(router, request, timeout_s, events, places)),
+            asyncio.create_task(self._read(places, timeout_s, events)),
+        ]
+        num_tokens, is_finished = len(request.emitted.ids), False
+        early: dict[int, pb.GenerateResponse] = {}
+        summary: pb.GenerateResponse | None = None
+        broken: _BrokenOff | None = None
+        try:
+            while summary is None or not is_finished:
+                if broken is not None and summary is not None:
+                    raise broken.error
+                event = await events.get()
+                if isinstance(event, ServiceError):
+                    raise event
+                if isinstance(event, _BrokenOff):
+                    broken = event
+                    continue
+                if event.HasField("usage"):
+                    summary = event
+                    continue
+                early[event.output_index] = event
+                if len(early) > _MAX_WAITING:
+                    raise Internal(f"the answer has {num_tokens} tokens, and the next is missing")
+                while (message := early.pop(num_tokens, None)) is not None:
+                    num_tokens += len(message.token_ids)
+                    is_finished = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+                    yield message
+            yield summary
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(
+        self, places: asyncio.Queue[pb.Directions], timeout_s: float | None, events: asyncio.Queue[Event]
+    ) -> None:
+        """At one worker after another, as the answer is moved."""
+        while True:
+            place = await places.get()
+            request = decode_pb2.ReadRequest(attempt_id=place.attempt_id, permit=place.permit)
+            has_read = False
+            try:
+                with service_errors():
+                    async for message in self._stub(place.address).Read(request, timeout=timeout_s):
+                        has_read, self._num_in_vain = True, 0
+                        await events.put(message)
+            except DeadlineExceeded as error:
+                await events.put(error)
+            except ServiceError as error:
+                told = Interrupted(f"the answer cannot be read at worker {place.worker_id!r}: {error}")
+                if has_read or isinstance(error, Interrupted):
+                    await events.put(_BrokenOff(told))
+                else:
+                    self._unreached()
+                    await events.put(told)
+
+    def _unreached(self) -> None:
+        self._num_in_vain += 1
+        if self._num_in_vain >= _MAX_IN_VAIN:
+            self._num_in_vain, self._avoided_until = 0, time.monotonic() + _AVOIDED_S
+
+    def _stub(self, address: str) -> decode_pb2_grpc.DirectStub:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, self._credentials)
+        return decode_pb2_grpc.DirectStub(channel)
+
+
+async def _follow(
+    router: Router,
+    request: Asked,
+    timeout_s: float | None,
+    events: asyncio.Queue[Event],
+    places: asyncio.Queue[pb.Directions],
+) -> None:
+    """What the router says. Cancelled, it ends the answer."""
+    if isinstance(request, pb.ChatRequest):
+        message = pb.RouteRequest(chat=request)
+    else:
+        message = pb.RouteRequest(generate=request)
+    call = router.inference.Route(message, timeout=timeout_s)
+    try:
+        with service_errors(router.nobody_there):
+            async for response in call:
+                if response.HasField("directions"):
+                    places.put_nowait(response.directions)
+                else:
+                    await events.put(response)
+    except ServiceError as error:
+        await events.put(error)
+    finally:
+        call.cancel()  # nothing happens if it has ended

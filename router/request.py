@@ -1,0 +1,38 @@
+"""A request as it is served: every choice made out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from model.sampling_params import SamplingParams
+from protos import tracing
+
+DEFAULT_PRIORITY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is served: tokens, and sampling with every field set.
+
+    `priority`: higher goes first while requests wait. `session_id`: "" for a request of none.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = DEFAULT_PRIORITY
+    session_id: str = ""
+    num_choices: int = 1  # answers to the one prompt
+    echo: bool = False  # the prompt is told before them
+    is_direct: bool = False  # the client reads from the decode worker itself
+    emitted: tuple[int, ...] = ()  # tokens of the answer that the client has: it goes on behind them
+    span: tracing.Span = field(default=tracing.NO_SPAN, compare=False)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Those of the prompt, and those of the answer that the client has."""
+        return len(self.token_ids) + len(self.emitted)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.sampling.max_tokens - len(self.emitted)
