@@ -45,6 +45,7 @@ class WorkerStatus:
     reported_ago_s: float
     num_requests: int  # that the router has there
     num_known_blocks: int | None = None  # of its prefix cache; None while the router waits for a dump
+    transfer_bytes_per_s: float = 0.0  # of its hand-overs lately; 0 while there was none
 
     @staticmethod
     def from_message(message: workers_pb2.WorkerStatus) -> WorkerStatus:
@@ -73,6 +74,7 @@ class WorkerStatus:
             reported_ago_s=message.reported_ago_s,
             num_requests=message.num_requests,
             num_known_blocks=message.num_known_blocks if message.HasField("num_known_blocks") else None,
+            transfer_bytes_per_s=load.transfer_bytes / load.transfer_s if load.transfer_s > 0 else 0.0,
         )
 
 

@@ -153,6 +153,10 @@ class WorkerLoad(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     DECODE_BATCH_FIELD_NUMBER: _builtins.int
     TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    PREFILL_AGE_S_FIELD_NUMBER: _builtins.int
+    DECODE_AGE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     queued_prefill_tokens: _builtins.int
     """not yet computed, waiting or running"""
@@ -171,6 +175,14 @@ class WorkerLoad(_message.Message):
     """sequences in them"""
     tokens_per_step: _builtins.float
     """of one sequence: above 1 where drafts are accepted"""
+    prefill_age_s: _builtins.float
+    """since a step last counted towards prefill_tokens_per_s"""
+    decode_age_s: _builtins.float
+    """since one last counted towards decode_step_s"""
+    transfer_bytes: _builtins.float
+    """that hand-overs wrote lately, old ones counting less"""
+    transfer_s: _builtins.float
+    """for how long writes to a peer were under way for that, old ones counting less"""
     def __init__(
         self,
         *,
@@ -185,10 +197,14 @@ class WorkerLoad(_message.Message):
         decode_step_s: _builtins.float = ...,
         decode_batch: _builtins.float = ...,
         tokens_per_step: _builtins.float = ...,
+        prefill_age_s: _builtins.float = ...,
+        decode_age_s: _builtins.float = ...,
+        transfer_bytes: _builtins.float = ...,
+        transfer_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "state", b"state", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_age_s", b"decode_age_s", "decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefill_age_s", b"prefill_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "state", b"state", "tokens_per_step", b"tokens_per_step", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,10 @@ _LOAD_NUMBERS = (
     "decode_step_s",
     "decode_batch",
     "tokens_per_step",
+    "prefill_age_s",
+    "decode_age_s",
+    "transfer_bytes",
+    "transfer_s",
 )
 _HASH_BYTES = 16
 

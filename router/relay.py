@@ -136,30 +136,36 @@ class Relay:
         request, token_ids, account = progress.request, progress.token_ids, progress.account
         if (preferred := progress.prefers) is not None:
             progress.prefers = None
-            progress.dispatch = self._placer.dispatch(request, preferred, len(token_ids))
+            kept = account.take(preferred)
+            progress.dispatch = kept or self._placer.dispatch_another(request, preferred, len(token_ids))
             return preferred
         progress.hashes = await self._placer.hashes(token_ids)
         avoid = frozenset(progress.avoid)
         wanted = Wanted(request, len(token_ids), lambda: self._demand(progress), avoid, progress.deadline_at)
         if account.admitted is None:
-            account.admitted = admitted = await self._placer.admit(wanted, account.allowance.tenant)
+            admitted = await self._placer.admit(wanted, account.allowance.tenant)
+            progress.dispatch = account.let_in(admitted)
             progress.clock.waited(admitted.wait_s)
-            progress.dispatch = admitted.dispatch
             return admitted.placement
+        account.let_go()
         placement, progress.dispatch = await self._placer.place_again(wanted)
         return placement
 
     def _demand(self, progress: Progress) -> Demand:
         num_tokens = len(progress.request.token_ids) + progress.num_relayed
         return self._placer.demand(
-            progress.request, num_tokens, wants_decode=progress.wants_decode, hashes=progress.hashes
+            progress.request,
+            num_tokens,
+            wants_decode=progress.wants_decode,
+            hashes=progress.hashes,
+            num_answers=progress.request.num_choices if progress.account.admitted is None else 1,
         )
 
     async def _run(self, attempt: Attempt, progress: Progress) -> AsyncGenerator[bytes, None]:
         """One attempt, its load counted while it lasts. It may end in a move, which is the next attempt's to follow."""
         dispatch = progress.take_dispatch()
         assert dispatch is not None
-        moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._table, self._rng))
+        moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._placer, self._rng))
         try:
             if attempt.permit:
                 metrics.DIRECT.inc()

@@ -230,11 +230,11 @@ class InferenceService:
                 raise InvalidArgument(problem, field=where)
 
     def _context_limit(self) -> TokenLimit:
-        return context_limit(self._card, self._table.max_context_tokens)
+        return context_limit(self._card, self._table.common.max_context_tokens)
 
     def _limit(self) -> TokenLimit:
         context = self._context_limit()
-        cache = self._table.max_sequence_tokens
+        cache = self._table.common.max_sequence_tokens
         if cache is None or cache >= context.num_tokens:
             return context
         return TokenLimit(cache, "the largest KV cache of the workers that decode")

@@ -21,12 +21,14 @@ class SentLoad:
     num_decoding: int = 0
     num_coming_blocks: int = 0
     num_unreported_tokens: int = 0
+    num_coming: int = 0
 
     def __add__(self, other: SentLoad) -> SentLoad:
         return SentLoad(
             self.num_decoding + other.num_decoding,
             self.num_coming_blocks + other.num_coming_blocks,
             self.num_unreported_tokens + other.num_unreported_tokens,
+            self.num_coming + other.num_coming,
         )
 
 
@@ -103,7 +105,13 @@ class RouterRecord:
             [worker.name, worker.epoch, load.num_decoding, load.num_coming_blocks, load.num_unreported_tokens]
             for worker, load in self.loads.items()
         ]
-        record = {"address": self.address, "beat": self.beat, "loads": rows, "keys": self.uses.to_json()}
+        record = {
+            "address": self.address,
+            "beat": self.beat,
+            "loads": rows,
+            "coming": [load.num_coming for load in self.loads.values()],  # apart: older routers know rows of five
+            "keys": self.uses.to_json(),
+        }
         return json.dumps(record, separators=(",", ":")).encode()
 
     @classmethod
@@ -111,9 +119,11 @@ class RouterRecord:
         """Raises ValueError. A router of an older version tells of no keys."""
         try:
             record: dict[str, Any] = json.loads(raw)
+            rows = record["loads"]
+            all_coming = record.get("coming", [0] * len(rows))
             loads = {
-                WorkerId(str(name), str(epoch)): SentLoad(int(decoding), int(blocks), int(tokens))
-                for name, epoch, decoding, blocks, tokens in record["loads"]
+                WorkerId(str(name), str(epoch)): SentLoad(int(decoding), int(blocks), int(tokens), int(coming))
+                for (name, epoch, decoding, blocks, tokens), coming in zip(rows, all_coming, strict=True)
             }
             uses = KeyUses.from_json(record["keys"]) if "keys" in record else KeyUses()
             return cls(str(record["address"]), int(record["beat"]), loads, uses)

@@ -238,7 +238,7 @@ async def test_records_that_cannot_be_read_are_left_alone() -> None:
 
 
 def test_records_come_back_as_they_were() -> None:
-    record = RouterRecord("[::1]:8500", 7, {A: SentLoad(1, 2, 3), WorkerId("ü:@ ", "e"): SentLoad()})
+    record = RouterRecord("[::1]:8500", 7, {A: SentLoad(1, 2, 3, 1), WorkerId("ü:@ ", "e"): SentLoad()})
     assert RouterRecord.from_bytes(record.to_bytes()) == record
     versioned = VersionedAssignment(Assignment(Role.BOTH, is_drained=True), 9, "writer")
     assert VersionedAssignment.from_bytes(versioned.to_bytes()) == versioned
