@@ -1,4 +1,4 @@
-"""Answers that clients read here themselves, past the router, which hears of the first token and of the end.
+"""Answers that clients read here themselves, past the router, which is told the tokens many at once.
 
 The call of the router is still what a sequence lives by: cancelled, it ends. A client shows the permit that its router
 gave it and, in the same attempt, this worker. Event loop only.
@@ -24,6 +24,7 @@ MAX_WAITING = 1024  # readers whose attempt is not here yet
 _MAX_ID_BYTES = 128
 _CLAIM_S = 10.0  # from when an attempt is opened until somebody reads it
 _WAIT_S = 10.0  # of a reader, for the attempt
+_TOLD_TOKENS = 64  # to the router at once: so many it may not know of when its client leaves
 _MAX_BYTES = 256 * 1024  # said and not yet read, of one answer
 
 
@@ -175,15 +176,15 @@ class DirectDecode:
     async def _told(
         self, request: decode_pb2.DecodeRequest, answer: AsyncIterator[inference_pb2.GenerateResponse]
     ) -> Answer:
-        """To the router."""
-        tells_at_once = request.prefill_here
+        """To the router: the token of a prefill here at once, since with it the prompt is done."""
+        enough = 1 if request.prefill_here else _TOLD_TOKENS
         record = inference_pb2.GenerateResponse()
         with self._readings.opened(request.attempt_id, request.permit) as reading:
             async for message in answer:
                 await reading.say(message)
                 _add(record, message)
-                if tells_at_once and record.token_ids:
-                    tells_at_once = False
+                if len(record.token_ids) >= enough:
+                    enough = _TOLD_TOKENS
                     yield record
                     record = inference_pb2.GenerateResponse()
         if record.token_ids or record.finish_reason:

@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from deploy import asking_options, door_options, options, security_options
+from deploy.decision_command import decisions
 from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.policy_options import policy_options, take_policies
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 _FILE_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120  # of tables in a pipe or a file
 out, err = Console(highlight=False, width=_FILE_WIDTH), Console(stderr=True, highlight=False)
-
 
 _FORESEEN = (
     ("deploy.process", "ProcessEnded"),
@@ -249,9 +249,7 @@ def role(worker_id: str, role: str, router_address: str, connect: Connect) -> No
 @cli.command()
 @click.argument("worker_id", metavar="WORKER")
 @click.option("--undo", is_flag=True, help="Give it new requests again.")
-@click.option(
-    "--wait-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for it to be empty."
-)
+@click.option("--wait-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for that.")
 @security_options.router_access
 def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connect: Connect) -> None:
     """Empty WORKER: what it answers goes on on others, without a break.
@@ -288,6 +286,7 @@ def build(names: tuple[str, ...], cache: Path | None) -> None:
         out.print(str(resolve_model(name, cache or default_cache())), soft_wrap=True)
 
 
+cli.add_command(decisions)
 cli.add_command(key)
 
 

@@ -20,7 +20,7 @@ _LATE_S = 2.0  # workers report every second
 
 
 async def print_status(router_address: str, out: Console, connect: Connect = PdserveClient) -> None:
-    with _deadline_told(router_address):
+    with deadline_told(router_address):
         async with connect(router_address) as client:
             status = await client.get_status(deadline_s=_DEADLINE_S)
     out.print(summary_line(status))
@@ -35,14 +35,14 @@ async def print_status(router_address: str, out: Console, connect: Connect = Pds
 async def change_role(
     router_address: str, worker_id: str, role: str, out: Console, connect: Connect = PdserveClient
 ) -> None:
-    with _deadline_told(router_address):
+    with deadline_told(router_address):
         async with connect(router_address) as client:
             await client.set_role(worker_id, role, deadline_s=_DEADLINE_S)
     out.print(f"{worker_id} is used for {role} from the next request on.")
 
 
 @contextmanager
-def _deadline_told(router_address: str) -> Iterator[None]:
+def deadline_told(router_address: str) -> Iterator[None]:
     """gRPC says only that there was one."""
     try:
         yield

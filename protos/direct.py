@@ -20,6 +20,7 @@ from protos.routers import Router
 
 _MAX_WAITING = 256  # messages that have come and whose turn has not
 _AVOIDED_S = 30.0
+_MAX_IN_VAIN = 2  # in a row: one worker may just have died, whom its router will not name again
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,13 @@ class Direct:
         self._credentials = credentials
         self._channels: dict[str, grpc.aio.Channel] = {}  # to workers, by address
         self._avoided_until = 0.0
+        self._num_in_vain = 0
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     async def answer(self, router: Router, request: Asked, timeout_s: float | None) -> Stream:
-        """For a while through the router, where a worker could not be read from: it may be out of our reach."""
+        """For a while through the router, where workers could not be read from: they may be out of our reach."""
         is_avoided = time.monotonic() < self._avoided_until
         source = generated(router, request, timeout_s) if is_avoided else self._messages(router, request, timeout_s)
         async with aclosing(source):
@@ -58,7 +60,7 @@ class Direct:
             asyncio.create_task(_follow(router, request, timeout_s, events, places)),
             asyncio.create_task(self._read(places, timeout_s, events)),
         ]
-        num_tokens, is_finished = len(request.emitted.ids), False
+        num_tokens, is_finished = sum(len(each.ids) for each in request.emitted), False
         early: dict[int, pb.GenerateResponse] = {}
         summary: pb.GenerateResponse | None = None
         broken: _BrokenOff | None = None
@@ -99,7 +101,7 @@ class Direct:
             try:
                 with service_errors():
                     async for message in self._stub(place.address).Read(request, timeout=timeout_s):
-                        has_read = True
+                        has_read, self._num_in_vain = True, 0
                         await events.put(message)
             except DeadlineExceeded as error:
                 await events.put(error)
@@ -108,8 +110,13 @@ class Direct:
                 if has_read or isinstance(error, Interrupted):
                     await events.put(_BrokenOff(told))
                 else:
-                    self._avoided_until = time.monotonic() + _AVOIDED_S
+                    self._unreached()
                     await events.put(told)
+
+    def _unreached(self) -> None:
+        self._num_in_vain += 1
+        if self._num_in_vain >= _MAX_IN_VAIN:
+            self._num_in_vain, self._avoided_until = 0, time.monotonic() + _AVOIDED_S
 
     def _stub(self, address: str) -> decode_pb2_grpc.DirectStub:
         channel = self._channels.get(address)

@@ -29,7 +29,7 @@ _MAX_DELAY_S = 1.0
 
 
 class Resuming:
-    """The messages of one answer, or of several to one prompt: a stream of several is not resumed once it has begun."""
+    """The messages of one answer, or of several to one prompt."""
 
     def __init__(self, routers: Routers, ask: Ask, request: Asked, deadline_s: float | None) -> None:
         """`request` is changed: it says what has come."""
@@ -38,9 +38,9 @@ class Resuming:
         self._request = request
         self._deadline_at = None if deadline_s is None else time.monotonic() + deadline_s
         self._remaining_s = deadline_s
-        self._num_tokens: Counter[int] = Counter({0: len(request.emitted.ids)})  # by choice
+        self._num_tokens = Counter({choice: len(each.ids) for choice, each in enumerate(request.emitted)})
         self._has_prompt = False
-        self._is_finished = False  # its last token is there
+        self._finished: set[int] = set()  # choices whose last token is there
         self._num_failed = 0  # in a row
         self._has_failed = False
 
@@ -58,17 +58,18 @@ class Resuming:
                         if message.HasField("usage"):
                             yield message
                             return
-                        if not self._is_repeated:
+                        if not self._is_known(message):
                             self._take(message)
                             yield message
                 raise Internal("the answer ended without its summary")
             except ServiceError as error:
                 await self._prepare_next(router, error)
 
-    @property
-    def _is_repeated(self) -> bool:
-        """Whether only the summary is missing: it comes behind the last tokens, which are here already."""
-        return self._has_failed and self._is_finished
+    def _is_known(self, message: pb.GenerateResponse) -> bool:
+        """What has ended already is asked for with its last tokens once more."""
+        if message.HasField("prompt"):
+            return self._has_failed and self._has_prompt
+        return self._has_failed and message.choice in self._finished
 
     def _take(self, message: pb.GenerateResponse) -> None:
         if message.HasField("prompt"):
@@ -79,10 +80,12 @@ class Resuming:
             raise Internal(f"the answer has {num_known} tokens and goes on at output_index {message.output_index}")
         self._num_tokens[message.choice] += len(message.token_ids)
         self._num_failed = 0
-        if self._request.n <= 1:
-            self._is_finished = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
-            if not self._is_finished:
-                self._request.emitted.ids.extend(message.token_ids)
+        if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            self._finished.add(message.choice)
+            return
+        while len(self._request.emitted) <= message.choice:
+            self._request.emitted.add()
+        self._request.emitted[message.choice].ids.extend(message.token_ids)
 
     async def _prepare_next(self, router: Router, error: ServiceError) -> None:
         """Waits a moment. Raises what the caller is told if there is no next stream."""
@@ -109,7 +112,7 @@ class Resuming:
         ):
             return False
         has_tokens = self._num_tokens.total() > 0
-        if (self._request.n > 1 or not has_tokens) and (has_tokens or self._has_prompt):
+        if self._has_prompt and not has_tokens:
             return False
         if has_tokens or isinstance(error, Interrupted):
             return self._num_failed < MAX_RESUMES + len(self._routers)

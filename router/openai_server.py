@@ -24,6 +24,7 @@ from router.answering import Answering, Messages
 from router.card import ModelCard
 from router.http_call import Call, as_json, event
 from router.interleaving import interleaved
+from router.measured import Measured
 from router.openai_document import document
 from router.openai_errors import SERVER, Problem, internal, problem_of
 from router.openai_headers import remaining_s_of, request_id_of
@@ -53,7 +54,7 @@ class OpenAIDoor:
         self._is_ready = is_ready
         self._authenticator = authenticator
         self._started_at = int(time.time())
-        self.app = Starlette(
+        routed = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._endpoint(self._chat), methods=["POST"]),
                 Route("/v1/completions", self._endpoint(self._complete), methods=["POST"]),
@@ -65,7 +66,8 @@ class OpenAIDoor:
             ],
             exception_handlers={HTTPException: _not_routed},
         )
-        self.app.router.redirect_slashes = False
+        routed.router.redirect_slashes = False
+        self.app = Measured(routed)
 
     def _endpoint(self, handler: Handler) -> _Endpoint:
         """For those who may ask."""

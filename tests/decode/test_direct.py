@@ -76,6 +76,17 @@ async def test_prefill_here_is_told_at_once() -> None:
     assert (record.output_index, list(record.token_ids)) == (2, [102, 103, 104])
 
 
+async def test_router_is_told_many_at_once_so_that_a_client_cannot_hide_what_it_read() -> None:
+    readings = Readings()
+    to_client = asyncio.create_task(all_of(reading(readings)))
+    messages = [said(index) for index in range(1, 150)]
+    records = await all_of(decoding(Inner(*messages), readings))
+    assert await to_client == messages
+    assert [(record.output_index, len(record.token_ids)) for record in records] == [(1, 64), (65, 64), (129, 21)]
+    told = [token for record in records for token in record.token_ids]
+    assert told == [token for message in messages for token in message.token_ids]
+
+
 async def test_sequence_that_goes_on_elsewhere_leaves_its_tokens_and_no_finish() -> None:
     readings = Readings()
     to_client = asyncio.create_task(all_of(reading(readings)))

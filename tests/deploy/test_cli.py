@@ -34,7 +34,8 @@ def test_help_lists_the_commands_in_the_order_a_newcomer_needs_them() -> None:
     result = pdserve("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.partition("Commands:")[2].splitlines() if line]
-    assert listed == ["demo", "up", "worker", "router", "generate", "chat", "status", "role", "drain", "model", "key"]
+    together = ["demo", "up", "worker", "router", "generate", "chat"]
+    assert listed == [*together, "status", "role", "drain", "model", "decisions", "key"]
 
 
 @pytest.mark.parametrize("command", [*cli.commands, "model build"])
@@ -139,7 +140,7 @@ def test_speculation_is_asked_for(
     assert [asking.sampling.max_draft_tokens for asking in asked] == [most]
 
 
-@pytest.mark.parametrize("command", ["status", "generate x", "chat x", "role a both", "drain a"])
+@pytest.mark.parametrize("command", ["status", "generate x", "chat x", "role a both", "drain a", "decisions"])
 def test_router_that_is_not_there(closed_port: str, command: str) -> None:
     result = pdserve(*command.split(), "--router", closed_port)
     assert result.exit_code == 1
