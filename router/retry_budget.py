@@ -1,6 +1,6 @@
 """How often a router tries again, over all its requests: a cluster that is sick must not be asked many times as much.
 
-After the retry budgets of Finagle and gRPC (A6), with room for workers' deaths. Pure: `now` is passed in.
+After the retry budgets of Finagle and gRPC (its proposal A6), with room for workers' deaths. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
