@@ -293,3 +293,31 @@ async def test_load_is_freed_while_it_runs_and_after(fleet: FakeFleet, client: P
     go_on.set()
     assert (await asking)[0] == WHOLE
     await fleet.settled()
+
+
+async def test_client_that_leaves_before_the_last_token_pays_for_what_it_has_read(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr("router.rate_limits.Allowance.used", lambda self, number: used.append(number))
+    num_read = 100
+
+    async def hold(attempt_id: str, num_tokens: int) -> None:
+        if num_tokens > len(PROMPT) + num_read:
+            await asyncio.sleep(60)
+
+    for worker in all_workers(fleet, "d"):
+        worker.hooks["decode.token"] = hold
+    async with open_channel(fleet.router.address) as channel:
+        sampling = pb.SamplingParams(max_tokens=num_read + 20, seed=1)
+        call = inference_pb2_grpc.InferenceStub(channel).Route(asked(sampling=sampling))
+        directions = await _directions(call)
+        async with open_channel(directions.address) as at_worker:
+            request = decode_pb2.ReadRequest(attempt_id=directions.attempt_id, permit=directions.permit)
+            reading = decode_pb2_grpc.DirectStub(at_worker).Read(request)
+            for _ in range(num_read - 1):
+                await reading.read()
+            await asyncio.sleep(0.1)  # the last of what the worker has told the router may be on its way
+            call.cancel()
+            await fleet.settled()
+    assert len(PROMPT) + num_read // 3 <= used[0] <= len(PROMPT) + num_read
