@@ -9,6 +9,8 @@ from typing import Any
 
 from router.candidate import Role, WorkerId
 
+_UNREADABLE = (KeyError, TypeError, OverflowError, RecursionError)
+
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
@@ -51,7 +53,7 @@ class RouterRecord:
                 for name, epoch, decoding, blocks, tokens in record["loads"]
             }
             return cls(str(record["address"]), int(record["beat"]), loads)
-        except (KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"not the record of a router: {error}") from error
 
 
@@ -92,5 +94,5 @@ class VersionedAssignment:
             record: dict[str, Any] = json.loads(raw)
             assignment = Assignment(Role(record["role"]), bool(record["drained"]))
             return cls(assignment, int(record["version"]), str(record["writer"]))
-        except (KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"not an assignment: {error}") from error
