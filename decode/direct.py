@@ -24,8 +24,8 @@ MAX_WAITING = 1024  # readers whose attempt is not here yet
 _MAX_ID_BYTES = 128
 _CLAIM_S = 10.0  # from when an attempt is opened until somebody reads it
 _WAIT_S = 10.0  # of a reader, for the attempt
-_TOLD_TOKENS = 64  # to the router at once: so many it may not know of when its client leaves
 _MAX_BYTES = 256 * 1024  # said and not yet read, of one answer
+_RECORD_TOKENS = 32  # an answer that is broken off has at most so many that the router has not heard of
 
 
 class Reading:
@@ -101,7 +101,8 @@ class Readings(decode_pb2_grpc.DirectServicer):
 
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, list[asyncio.Event]] = {}  # one for each reader
+        self._num_waiting = 0
 
     @contextmanager
     def opened(self, attempt_id: str, permit: bytes) -> Iterator[Reading]:
@@ -112,8 +113,8 @@ class Readings(decode_pb2_grpc.DirectServicer):
         if attempt_id in self._readings:
             raise AlreadyExists(f"attempt_id {attempt_id!r} is read here already", field="attempt_id")
         self._readings[attempt_id] = reading = Reading(permit)
-        if (waiting := self._waiting.get(attempt_id)) is not None:
-            waiting.set()
+        for has_come in self._waiting.get(attempt_id, ()):
+            has_come.set()
         try:
             yield reading
             reading.end()
@@ -143,16 +144,22 @@ class Readings(decode_pb2_grpc.DirectServicer):
         return reading
 
     async def _awaited(self, attempt_id: str) -> Reading | None:
-        if len(self._waiting) >= MAX_WAITING and attempt_id not in self._waiting:
+        """Strangers wait here too, and each holds one of the calls that a server bears."""
+        if self._num_waiting >= MAX_WAITING:
             raise ResourceExhausted(f"{MAX_WAITING} readers wait for their attempts already; come again")
-        has_come = self._waiting.setdefault(attempt_id, asyncio.Event())
+        has_come, waiting = asyncio.Event(), self._waiting.setdefault(attempt_id, [])
+        waiting.append(has_come)
+        self._num_waiting += 1
         try:
             async with asyncio.timeout(_WAIT_S):
                 await has_come.wait()
         except TimeoutError:
             return None
         finally:
-            self._waiting.pop(attempt_id, None)
+            self._num_waiting -= 1
+            waiting.remove(has_come)
+            if not waiting:
+                del self._waiting[attempt_id]
         return self._readings.get(attempt_id)
 
 
@@ -176,17 +183,16 @@ class DirectDecode:
     async def _told(
         self, request: decode_pb2.DecodeRequest, answer: AsyncIterator[inference_pb2.GenerateResponse]
     ) -> Answer:
-        """To the router: the token of a prefill here at once, since with it the prompt is done."""
-        enough = 1 if request.prefill_here else _TOLD_TOKENS
+        """To the router."""
+        num_due = 1 if request.prefill_here else _RECORD_TOKENS
         record = inference_pb2.GenerateResponse()
         with self._readings.opened(request.attempt_id, request.permit) as reading:
             async for message in answer:
                 await reading.say(message)
                 _add(record, message)
-                if len(record.token_ids) >= enough:
-                    enough = _TOLD_TOKENS
+                if len(record.token_ids) >= num_due and not record.finish_reason:
                     yield record
-                    record = inference_pb2.GenerateResponse()
+                    record, num_due = inference_pb2.GenerateResponse(), _RECORD_TOKENS
         if record.token_ids or record.finish_reason:
             yield record
 

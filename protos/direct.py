@@ -18,7 +18,7 @@ from protos.errors import DeadlineExceeded, Internal, Interrupted, ServiceError
 from protos.resuming import Asked, Stream, generated
 from protos.routers import Router
 
-_MAX_WAITING = 256  # messages that have come and whose turn has not
+_MAX_WAITING = 256  # messages of a worker that have come and whose turn has not
 _AVOIDED_S = 30.0
 _MAX_IN_VAIN = 2  # in a row: one worker may just have died, whom its router will not name again
 
@@ -56,9 +56,10 @@ class Direct:
     async def _messages(self, router: Router, request: Asked, timeout_s: float | None) -> Stream:
         """Puts in order what comes from both sides: the worker may be ahead of the router's first token."""
         events, places = asyncio.Queue[Event](_MAX_WAITING), asyncio.Queue[pb.Directions]()
+        room = asyncio.Semaphore(_MAX_WAITING)
         tasks = [
             asyncio.create_task(_follow(router, request, timeout_s, events, places)),
-            asyncio.create_task(self._read(places, timeout_s, events)),
+            asyncio.create_task(self._read(places, timeout_s, events, room)),
         ]
         num_tokens, is_finished = sum(len(each.ids) for each in request.emitted), False
         early: dict[int, pb.GenerateResponse] = {}
@@ -78,9 +79,8 @@ class Direct:
                     summary = event
                     continue
                 early[event.output_index] = event
-                if len(early) > _MAX_WAITING:
-                    raise Internal(f"the answer has {num_tokens} tokens, and the next is missing")
                 while (message := early.pop(num_tokens, None)) is not None:
+                    room.release()  # also for the router's first token, which took none
                     num_tokens += len(message.token_ids)
                     is_finished = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
                     yield message
@@ -91,9 +91,13 @@ class Direct:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(
-        self, places: asyncio.Queue[pb.Directions], timeout_s: float | None, events: asyncio.Queue[Event]
+        self,
+        places: asyncio.Queue[pb.Directions],
+        timeout_s: float | None,
+        events: asyncio.Queue[Event],
+        room: asyncio.Semaphore,
     ) -> None:
-        """At one worker after another, as the answer is moved."""
+        """At one worker after another, as the answer is moved. Takes no more from it than there is room for."""
         while True:
             place = await places.get()
             request = decode_pb2.ReadRequest(attempt_id=place.attempt_id, permit=place.permit)
@@ -102,6 +106,7 @@ class Direct:
                 with service_errors():
                     async for message in self._stub(place.address).Read(request, timeout=timeout_s):
                         has_read, self._num_in_vain = True, 0
+                        await room.acquire()
                         await events.put(message)
             except DeadlineExceeded as error:
                 await events.put(error)
@@ -137,7 +142,7 @@ async def _follow(
         message = pb.RouteRequest(chat=request)
     else:
         message = pb.RouteRequest(generate=request)
-    call = router.inference.Route(message, timeout=timeout_s)
+    call, has_summary = router.inference.Route(message, timeout=timeout_s), False
     try:
         with service_errors(router.nobody_there):
             async for response in call:
@@ -145,6 +150,9 @@ async def _follow(
                     places.put_nowait(response.directions)
                 else:
                     await events.put(response)
+                    has_summary = response.HasField("usage")
+            if not has_summary:
+                raise Internal("the answer ended without its summary")
     except ServiceError as error:
         await events.put(error)
     finally:

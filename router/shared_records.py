@@ -12,6 +12,7 @@ from protos.caller import Limits
 from router.candidate import Role, WorkerId
 
 _LAST_AT = 253_402_300_799  # the year 9999 ends
+_UNREADABLE = (KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class RouterRecord:
             }
             uses = KeyUses.from_json(record["keys"]) if "keys" in record else KeyUses()
             return cls(str(record["address"]), int(record["beat"]), loads, uses)
-        except (KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"not the record of a router: {error}") from error
 
 
@@ -168,7 +169,7 @@ class VersionedAssignment:
             record: dict[str, Any] = json.loads(raw)
             assignment = Assignment(Role(record["role"]), bool(record["drained"]))
             return cls(assignment, int(record["version"]), str(record["writer"]))
-        except (KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"not an assignment: {error}") from error
 
 
@@ -195,7 +196,7 @@ class Decision:
                 raise ValueError(f"{at} is no time")
             what, worker = str(record["what"]), str(record["worker"])
             return cls(at, str(record["router"]), what, worker, str(record.get("role", "")), str(record.get("by", "")))
-        except (KeyError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"not a decision: {error}") from error
 
 

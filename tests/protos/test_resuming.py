@@ -20,7 +20,7 @@ from protos.errors import (
     ServiceError,
     Unavailable,
 )
-from protos.resuming import MAX_RESUMES, Resuming
+from protos.resuming import MAX_REFUSALS, MAX_RESUMES, Resuming
 from protos.routers import Routers
 from protos.values import Sampling, Summary
 from tests.protos.test_client import SUMMARY, Scripted, tokens
@@ -105,8 +105,11 @@ async def test_interrupted_answer_goes_on_at_the_same_router() -> None:
 
 
 async def test_request_that_is_in_flight_still_is_waited_for() -> None:
-    script = Script([tokens(0, 5, 6, 7), LOST], [AlreadyExists("r1 is in flight")], [LAST, SUMMARY])
+    refusals = [cast("Any", [AlreadyExists("r1 is in flight")])] * (MAX_REFUSALS + 1)
+    script = Script([tokens(0, 5, 6, 7), LOST], *refusals[1:], [LAST, SUMMARY])
     assert (await resumed(script, routers="a"))[-1] == SUMMARY
+    with pytest.raises(AlreadyExists):
+        await resumed(Script([tokens(0, 5), LOST], *refusals), routers="a")
     with pytest.raises(AlreadyExists):
         await resumed(Script([AlreadyExists("r1 is in flight")]))
 

@@ -313,7 +313,7 @@ async def test_who_leaves_pays_for_what_was_read(
         if part.output_index == 150:  # type: ignore[union-attr]
             break
     async with asyncio.timeout(5):
-        while len(told) < 1 + 128:  # the rest has not made up 64 yet
+        while len(told) < 1 + 128:  # the rest has not made up 32 yet
             await asyncio.sleep(0.001)
     await parts.aclose()
     await fleet.settled()

@@ -228,7 +228,18 @@ async def test_without_the_store_each_goes_on_by_itself_and_all_heals_after() ->
 
 async def test_records_that_cannot_be_read_are_left_alone() -> None:
     routers = Routers(2)
-    for raw in (b"\xff", b"[]", b"null", b"{}", b'{"address": "x", "beat": "y", "loads": [1]}', b'{"role": 77}'):
+    raws = [
+        b"\xff",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"address": "x", "beat": "y", "loads": [1]}',
+        b'{"role": 77}',
+        b"[" * 10**5,
+    ]
+    infinite = b'"address": "x", "beat": Infinity, "loads": []'
+    raws.append(b'{"role": "decode", "drained": false, "version": Infinity, "writer": "x", ' + infinite + b"}")
+    for raw in raws:
         await routers.store.put("routers", "strange", raw, 60)
         await routers.store.put("assignments", "a@epoch of a", raw, 60)
         routers.tables[0].sent = {A: SentLoad(len(raw), 0, 0)}
