@@ -46,6 +46,8 @@ class Commands(click.Group):
             return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:  # whoever reads what we print has enough, as `| head` does: click ends without a word
+            raise
         except KeyboardInterrupt:
             raise click.exceptions.Exit(130) from None
         except Exception as error:
@@ -291,7 +293,6 @@ cli.add_command(key)
 
 
 def main() -> None:
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # a peer that goes away is told by us, in our words
     cli(prog_name="pdserve")
 
 

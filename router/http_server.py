@@ -50,7 +50,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Raises OSError, naming the address, if it cannot be listened at."""
-        listener = bound_socket(self._host, self._port)
+        listener = bound_socket(self._host, self._port, "--http-port")
         self._port = listener.getsockname()[1]
         _end_silent_readers(listener)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -118,6 +119,15 @@ def test_worker_says_in_one_sentence_what_is_wrong_with_its_settings(arguments: 
     command = [sys.executable, "-m", "deploy.cli", "worker", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (1, f"Error: {complaint}\n")
+
+
+def test_reader_of_the_output_who_has_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("deploy.conversation.generate_once", answer)
+    result = pdserve("generate", "Once upon a time")
+    assert (result.exit_code, result.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(
