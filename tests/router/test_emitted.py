@@ -40,6 +40,7 @@ async def test_goes_on_behind_what_was_emitted(fleet: FakeFleet, num_emitted: in
     assert usage.num_resumes == (num_emitted > 0)
     (prefill,) = [request for worker in all_workers(fleet, "p") for request in worker.prefills]
     assert (list(prefill.token_ids), prefill.num_prompt_tokens) == ([*PROMPT, *emitted], len(PROMPT))
+    assert prefill.HasField("decode") == (num_emitted < NUM_TOKENS - 1)  # which the last token alone does not need
 
 
 async def test_keys_pay_for_what_is_made_now(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,15 @@ async def test_decisions_are_written_once_in_order_and_not_without_bound() -> No
 
 async def test_records_that_cannot_be_read_are_left_alone() -> None:
     routers = Routers(2)
-    raws = [b"\xff", b"[]", b"null", b"{}", b'{"address": "x", "beat": "y", "loads": [1]}', b'{"role": 77}', b"[" * 10**5]
+    raws = [
+        b"\xff",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"address": "x", "beat": "y", "loads": [1]}',
+        b'{"role": 77}',
+        b"[" * 10**5,
+    ]
     infinite = b'"address": "x", "beat": Infinity, "loads": []'
     raws.append(b'{"role": "decode", "drained": false, "version": Infinity, "writer": "x", ' + infinite + b"}")
     for raw in raws:
