@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest_asyncio
@@ -36,6 +37,7 @@ class Pair:
     first: PdserveClient
     second: PdserveClient
     either: PdserveClient  # asks the first as long as it is there
+    directly: PdserveClient  # so does this, and reads at the workers
     link: Cuttable  # from the second to Redis
     second_process: ChildProcess
 
@@ -43,20 +45,21 @@ class Pair:
 @pytest_asyncio.fixture
 async def pair(tiny_moe: TinyModel, tmp_path: Path) -> AsyncIterator[Pair]:
     with RedisServer() as redis:
-        direct, via_link = ("--store", redis.url), ("--store", f"{redis.url}.link")
+        arguments, via_link = ("--store", redis.url, "--direct"), ("--store", f"{redis.url}.link", "--direct")
         socket = Path(redis.url.removeprefix("unix://"))
         async with (
             cuttable(Path(f"{socket}.link"), socket) as link,
-            LocalCluster(timed_config(tiny_moe, tmp_path, num_prefill=1, router_arguments=direct)) as cluster,
+            LocalCluster(timed_config(tiny_moe, tmp_path, num_prefill=1, router_arguments=arguments)) as cluster,
             second_router(tiny_moe, tmp_path, via_link) as (process, address),
             PdserveClient(cluster.router_address) as first,
             PdserveClient(address) as second,
             PdserveClient(f"{cluster.router_address},{address}") as either,
+            PdserveClient(f"{cluster.router_address},{address}", direct=True) as directly,
         ):
             await until(
                 second, lambda status: {w.state for w in status.workers} == {"ready"} and len(status.workers) == 3
             )
-            yield Pair(cluster, redis, first, second, either, link, process)
+            yield Pair(cluster, redis, first, second, either, directly, link, process)
 
 
 @asynccontextmanager
@@ -130,21 +133,24 @@ async def test_two_routers_agree_and_outlive_each_other_and_their_store(pair: Pa
         await ask_all(pair.first, asked, NUM_TOKENS),
         await ask_all(pair.second, others, NUM_TOKENS),
     )
-    begun = asyncio.Event()
+    begun = {client: asyncio.Event() for client in (pair.either, pair.directly)}
 
-    async def has_begun() -> None:
-        begun.set()
+    async def begin(client: PdserveClient) -> None:
+        begun[client].set()
 
     sampling = Sampling(temperature=0, max_tokens=NUM_TOKENS)
-    asking = [ask(pair.either, prompt, sampling, at_token=2, then=has_begun) for prompt in resumed]
-    through_either = [asyncio.create_task(each) for each in asking]
-    await begun.wait()
+    through_either = [
+        asyncio.create_task(ask(client, prompt, sampling, at_token=2, then=partial(begin, client)))
+        for client, prompt in zip([pair.either, pair.directly] * 3, resumed, strict=True)
+    ]
+    await asyncio.gather(*(each.wait() for each in begun.values()))
     await pair.cluster.kill("router")
     lost = await asyncio.gather(*through_first, return_exceptions=True)
     assert any(isinstance(each, ServiceError) for each in lost)  # its own open streams, and no others
     check(others, await asyncio.gather(*through_second))
     went_on = await asyncio.gather(*through_either)
     check(resumed, went_on)
-    assert any(answered.usage.num_resumes for answered in went_on)
+    assert any(answered.usage.num_resumes for answered in went_on[::2])
+    assert any(answered.usage.num_resumes for answered in went_on[1::2])
     await answers_of(pair.second, 8)
     await until(pair.second, lambda status: all(worker.num_used_blocks == 0 for worker in status.workers))

@@ -182,6 +182,7 @@ async def test_sequence_waits_for_a_slow_reader_and_then_goes_on() -> None:
     assert read == messages
     (record,) = await to_router
     assert list(record.token_ids) == list(range(6))
+    assert not readings._readings  # nothing of it is kept
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -12,7 +12,7 @@ import pytest
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.client import PdserveClient
-from protos.errors import Internal
+from protos.errors import Internal, Interrupted
 from protos.serve import GrpcServer
 from protos.values import Sampling
 from tests.protos.test_client import SUMMARY, Scripted, tokens
@@ -28,9 +28,12 @@ class Both(Scripted, decode_pb2_grpc.DirectServicer):
         self.at_worker = at_worker
         self.at_router = at_router
         self.num_read = 0
+        self.breaks_off: Exception | None = None  # once
+        self.asked: list[list[int]] = []
         self.go_on = asyncio.Event()  # what the router says after its directions
 
     async def Route(self, request: pb.RouteRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.asked.append(list(request.generate.emitted.ids))
         yield pb.GenerateResponse(directions=pb.Directions(address=self.address, attempt_id="a", permit=b"p" * 32))
         await self.go_on.wait()
         for message in self.at_router:
@@ -40,6 +43,9 @@ class Both(Scripted, decode_pb2_grpc.DirectServicer):
         for message in self.at_worker:
             yield message
             self.num_read += 1
+        if self.breaks_off is not None:
+            error, self.breaks_off = self.breaks_off, None
+            raise error
 
 
 @asynccontextmanager
@@ -80,3 +86,17 @@ async def test_router_that_ends_without_a_summary_is_not_waited_for() -> None:
     async with reading_from(both) as client, asyncio.timeout(10):
         with pytest.raises(Internal, match="the answer ended without its summary"):
             await answer(client, Sampling(max_tokens=2))
+
+
+async def test_end_that_is_lost_on_its_way_from_the_worker_is_asked_for() -> None:
+    """The worker has made it and the router has it, but the connection to the client has broken."""
+    both = Both([tokens(1, 1)], [tokens(0, 0), SUMMARY])
+    both.breaks_off = Interrupted("its client has stopped reading")
+    both.go_on.set()
+    async with reading_from(both) as client, asyncio.timeout(20):
+        parts = client.generate("x", sampling=Sampling(max_tokens=3))
+        assert [(await anext(parts)).output_index for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
+        both.at_worker, both.at_router = [tokens(2, 2, finish_reason=pb.FINISH_REASON_LENGTH)], [SUMMARY]
+        rest = [part async for part in parts]
+    assert both.asked == [[], [0, 1]]
+    assert rest[0].token_ids == (2,) and len(rest) == 2  # type: ignore[union-attr]

@@ -42,6 +42,7 @@ async def test_goes_on_behind_what_was_emitted(fleet: FakeFleet, num_emitted: in
     assert usage.num_resumes == (num_emitted > 0)
     (prefill,) = [request for worker in all_workers(fleet, "p") for request in worker.prefills]
     assert (list(prefill.token_ids), prefill.num_prompt_tokens) == ([*PROMPT, *emitted], len(PROMPT))
+    assert prefill.HasField("decode") == (num_emitted < NUM_TOKENS - 1)  # which the last token alone does not need
 
 
 async def test_each_of_several_answers_goes_on_by_itself(fleet: FakeFleet) -> None:
