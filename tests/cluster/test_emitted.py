@@ -10,7 +10,8 @@ import pytest_asyncio
 from deploy.local import LocalCluster
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from protos.channel import open_channel
+from protos.channel import open_channel, service_errors
+from protos.errors import InvalidArgument
 from tests.cluster.test_sampling import PROMPT, config
 from tests.cluster.tiny_model import TinyModel
 
@@ -84,3 +85,12 @@ async def test_stop_texts_cut_anywhere(inference: inference_pb2_grpc.InferenceSt
 async def test_grammar(inference: inference_pb2_grpc.InferenceStub) -> None:
     sampling = pb.SamplingParams(temperature=1.0, seed=5, max_tokens=60, json_schema=SCHEMA)
     assert (await check_everywhere(inference, sampling)).startswith("{")
+
+
+async def test_beginning_that_its_grammar_rules_out(inference: inference_pb2_grpc.InferenceStub) -> None:
+    sampling = pb.SamplingParams(temperature=1.0, seed=5, max_tokens=60, json_schema=SCHEMA)
+    begun = tokens_of(await answer(inference, sampling, []))[:1]
+    says = r"emitted\[1\] is .*, which sampling.json_schema rules out"
+    with pytest.raises(InvalidArgument, match=says) as caught, service_errors():
+        await answer(inference, sampling, begun * 2)
+    assert caught.value.field == "emitted"

@@ -251,6 +251,16 @@ async def test_who_waits_is_found_though_another_has_given_up_waiting_for_the_sa
         assert await client == list(ANSWER)
 
 
+async def test_attempt_of_an_id_that_is_taken_takes_nothing_from_the_first() -> None:
+    readings = Readings()
+    with readings.opened("a", PERMIT) as first:
+        with pytest.raises(AlreadyExists, match="'a' is read here already"):
+            await all_of(decoding(Inner(*ANSWER), readings, permit=b"q" * 32))
+        await first.say(said(1))
+        first.end()
+        assert await all_of(reading(readings)) == [said(1)]
+
+
 @pytest.mark.parametrize("permit", [b"p" * 15, b"p" * 65])
 async def test_permits_that_are_none(permit: bytes) -> None:
     with pytest.raises(InvalidArgument, match=f"permit has {len(permit)} bytes; it must have 16 to 64"):

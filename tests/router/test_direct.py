@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import CoroutineType
 from typing import Any
 
 import grpc.aio
 import pytest
 
+import protos.direct
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.channel import open_channel, service_errors
@@ -21,6 +23,7 @@ from tests.router.fakes import FakeFleet, plain_loop, running_fleet
 
 NUM_TOKENS = 12
 WHOLE = plain_loop(PROMPT, NUM_TOKENS)
+CLIENT = protos.direct.__file__
 
 
 @pytest.fixture
@@ -177,6 +180,8 @@ async def test_leaving_ends_it_everywhere(fleet: FakeFleet, client: PdserveClien
         if part.output_index == 2:  # type: ignore[union-attr]
             break
     await parts.aclose()
+    coroutines = [task.get_coro() for task in asyncio.all_tasks()]
+    assert not [each for each in coroutines if isinstance(each, CoroutineType) and each.cr_code.co_filename == CLIENT]
     await fleet.settled()
 
 
