@@ -14,6 +14,7 @@ from router.forecast import Forecast, Lengths
 from router.hardware import HARDWARE
 from router.model_config import model_shape
 from router.plan_figures import gains, plan_figures
+from router.prefill_pool import size_prefill
 from router.targets import Targets
 from tests.router import model_configs as configs
 
@@ -125,6 +126,17 @@ def test_bursts_and_uneven_lengths_take_more_workers() -> None:
         assert made.prefill.num_workers > calm.prefill.num_workers
 
 
+def test_the_first_token_waits_for_a_place_at_a_decode_worker_too() -> None:
+    """2 H100 hold two sequences of 3,500 tokens: short answers leave places soon, and are waited for."""
+    traffic = Forecast(5, Lengths(3500), Lengths(10))
+    made = plan(question(forecast=traffic, targets=Targets(ttft_s=5, percentile=0.99), decode_gpus=2))
+    wait_s = made.decode.wait.percentile.value
+    assert made.decode.slots.value == 2
+    assert 0.05 < wait_s <= 0.05 * 5
+    alone = size_prefill(made.prefill.kind)
+    assert made.prefill.ttft_late.value == pytest.approx(alone.ttft_late.value + wait_s)
+
+
 def test_cached_prompts_take_fewer_prefill_workers_and_as_much_kv() -> None:
     cold, warm = plan(question()), plan(question(forecast=forecast(3000, cache_hit_rate=0.5)))
     assert warm.prefill.num_gpus < 0.7 * cold.prefill.num_gpus
@@ -152,6 +164,11 @@ def test_drafting_takes_load_off_decode_and_is_told_by_batch() -> None:
     plain, drafting = plan(question(600)), plan(question(600, draft=draft))
     assert drafting.decode.tpot.value < 0.75 * plain.decode.tpot.value
     told = gains(drafting)
+    num_gpus = drafting.decode.kind.layout.num_gpus
+    read_s, exchange_s = 1 / (num_gpus * 3.35e12 * 0.7), 10e-6 + 2 * (num_gpus - 1) / num_gpus * 8192 / 450e9
+    draft_s = (2 * 7.505e9 + 1900 * 131_072) * read_s + 64 * exchange_s
+    target_s = (139.004e9 + 1900 * 327_680) * read_s + 160 * (exchange_s + 2 * (num_gpus - 1) / num_gpus * 8192 / 450e9)
+    assert told[0].textbook.value == pytest.approx(3.978 / (1 + 5 * draft_s / target_s), rel=1e-3)
     assert [gain.num_sequences for gain in told] == [1, 4, 16, 64]  # there is no room for 256
     assert told[0].speedup.value == pytest.approx(told[0].textbook.value, rel=0.01)
     assert told[0].speedup.value > told[-1].speedup.value > 1.5
