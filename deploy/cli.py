@@ -7,7 +7,6 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +16,8 @@ from deploy import asking_options, door_options, options, security_options
 from deploy.decision_command import decisions
 from deploy.key_commands import key
 from deploy.logs import configure_logging
+from deploy.model_commands import model
+from deploy.plan_command import plan
 from deploy.policy_options import policy_options, take_policies
 from deploy.process import follow_parent
 from deploy.store_options import store_options
@@ -266,29 +267,9 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connec
         raise click.exceptions.Exit(1)
 
 
-@cli.group()
-def model() -> None:
-    """Build the demo models."""
-
-
-@model.command()
-@click.argument("names", nargs=-1, metavar="[demo-dense|demo-moe]...")
-@click.option(
-    "--cache", type=click.Path(path_type=Path), help="Cache folder.  [env: PDSERVE_CACHE; default: ~/.cache/pdserve]"
-)
-def build(names: tuple[str, ...], cache: Path | None) -> None:
-    """Build demo models into the cache folder, unless they are there; print their folders."""
-    from model.cache_folder import default_cache
-    from model.demo_models import DEMO_MODELS
-    from model.model_source import resolve_model
-
-    if unknown := set(names) - set(DEMO_MODELS):
-        raise click.UsageError(f"unknown: {', '.join(sorted(unknown))}; there are {' and '.join(DEMO_MODELS)}")
-    for name in names or DEMO_MODELS:
-        out.print(str(resolve_model(name, cache or default_cache())), soft_wrap=True)
-
-
 cli.add_command(decisions)
+cli.add_command(model)
+cli.add_command(plan)
 cli.add_command(key)
 
 

@@ -33,7 +33,7 @@ class Both(Scripted, decode_pb2_grpc.DirectServicer):
         self.go_on = asyncio.Event()  # what the router says after its directions
 
     async def Route(self, request: pb.RouteRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        self.asked.append(list(request.generate.emitted.ids))
+        self.asked.append([token for each in request.generate.emitted for token in each.ids])
         yield pb.GenerateResponse(directions=pb.Directions(address=self.address, attempt_id="a", permit=b"p" * 32))
         await self.go_on.wait()
         for message in self.at_router:
