@@ -7,6 +7,7 @@ are touched. One that does both has the base of the first and what each sequence
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -34,7 +35,7 @@ class Experts:
 
     def touched(self, num_tokens: float) -> float:
         """By so many tokens, each choosing by itself."""
-        return self.number * (1.0 - (1.0 - self.chosen / self.number) ** num_tokens)
+        return self.number * (1.0 - math.pow(1.0 - self.chosen / self.number, num_tokens))
 
 
 @dataclass(frozen=True, slots=True)

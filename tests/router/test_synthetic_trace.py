@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_rates_step_and_ramp() -> None:
     assert moments == sorted(moments)
     for start, end, expected in ((0, 100, 400), (100, 150, 750), (150, 200, 250)):
         assert abs(sum(start <= at < end for at in moments) - expected) < 4 * math.sqrt(expected)
-    gaps = [after - before for before, after in zip(moments, moments[1:], strict=False) if after < 100]
+    gaps = [after - before for before, after in pairwise(moments) if after < 100]
     assert 0.85 < statistics.stdev(gaps) / statistics.mean(gaps) < 1.15  # exponential: 1
 
 

@@ -35,7 +35,7 @@ def test_mooncake_has_full_blocks_only(tmp_path: Path) -> None:
 
 def test_mooncake_ticks_are_spread_evenly(tmp_path: Path) -> None:
     """Over three seconds, or less where the next timestamp is nearer."""
-    rows = [(0, 10, 1, [])] * 3 + [(3000, 10, 1, [])] * 2 + [(4000, 10, 1, [])] * 2
+    rows = [(at_ms, 10, 1, list[int]()) for at_ms in (0, 0, 0, 3000, 3000, 4000, 4000)]
     moments = [request.at_s for request in read_trace(mooncake(tmp_path, *rows))]
     assert moments == [0.0, 1.0, 2.0, 3.0, 3.5, 4.0, 5.5]
 
