@@ -1,7 +1,7 @@
 """How close the simulator comes to a real cluster, and how fast it is.
 
 `python -m bench.simulator [--seconds 60] [--requests 1000000]`. One trace goes through a real router with timed workers
-(2 prefill, 2 decode, one of which flips in the middle) and through the simulator; then a thousand workers are simulated.
+(2 prefill, 2 decode, one of which flips in the middle) and through the simulator; then a thousand workers are played.
 Prints a table for people and one line of JSON last. Ends with 1 if the two differ by more than they may.
 """
 
@@ -145,7 +145,8 @@ def main() -> None:
     found = figures(setting, measured)
     console.print(table_of(found, measured))
     console.print(
-        f"beside the timing: {1000 * measured.message_s:.1f} ms a message, {1000 * measured.step_s:.1f} ms a step"
+        f"beside the timing: {1000 * measured.message_s:.2f} ms a message, {1000 * measured.step_s:.2f} ms a step, "
+        f"{1000 * measured.sequence_s:.2f} ms a sequence in it"
     )
     result: dict[str, Any] = {
         "bench": "simulator",
@@ -155,8 +156,8 @@ def main() -> None:
     if arguments.requests:
         totals, took_s = at_scale(arguments.workers, arguments.requests)
         console.print(
-            f"{totals.num_requests} requests on {arguments.workers} workers in {took_s:.0f} s: {totals.duration_s:.0f} s "
-            f"of theirs, {1e6 * took_s / totals.num_requests:.0f} us each; {dict(totals.errors) or 'none'} failed"
+            f"{totals.num_requests} requests on {arguments.workers} workers in {took_s:.0f} s: {totals.duration_s:.0f} "
+            f"s of theirs, {1e6 * took_s / totals.num_requests:.0f} us each; {dict(totals.errors) or 'none'} failed"
         )
         result |= {"requests": totals.num_requests, "workers": arguments.workers, "seconds": round(took_s, 1)}
     print(json.dumps(result))

@@ -41,6 +41,8 @@ OUTPUT = Lengths(40, 0.6, least=4, most=120)
 _WARM_S = 4.0  # of the trace: workers have not measured themselves yet
 _DEADLINE_S = 120.0
 _NUM_ALONE = 6
+_NUM_TOGETHER = 6  # on each decode worker
+_SHORT = TracedRequest(0.0, 16, 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +78,23 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`message_s` and `step_s`: what real processes take beside the timing, of requests that came alone."""
+    """What real processes take beside the timing: of each message, of each step and of each sequence in it."""
 
     times: Sequence[Times]
     message_s: float
     step_s: float
+    sequence_s: float
 
 
-def costs(timing: StepTiming, more_s: float = 0.0) -> StepCosts:
-    """As the simulator says it; `more_s` in each step."""
+def costs(timing: StepTiming, step_s: float = 0.0, sequence_s: float = 0.0) -> StepCosts:
+    """As the simulator says it, with more in each step and for each sequence that decodes."""
     assert timing.scale == 1.0
     return StepCosts(
-        prefill_base_s=timing.prefill_base_s + more_s,
+        prefill_base_s=timing.prefill_base_s + step_s,
         prefill_token_s=timing.prefill_token_s,
         prefill_pair_s=timing.prefill_pair_s,
-        decode_base_s=timing.decode_base_s + more_s,
-        decode_sequence_s=timing.decode_sequence_s,
+        decode_base_s=timing.decode_base_s + step_s,
+        decode_sequence_s=timing.decode_sequence_s + sequence_s,
         decode_context_token_s=timing.decode_context_token_s,
     )
 
@@ -111,7 +114,8 @@ async def measure(setting: Setting, folder: Path) -> Measured:
     async with LocalCluster(config) as cluster, PdserveClient(cluster.router_address) as client:
         rng = random.Random(setting.seed)
         await _ask(client, TracedRequest(0.0, 100, 10), rng, time.monotonic())  # connections are made
-        message_s, step_s = await _overheads(client, rng)
+        message_s, step_s = await _alone(client, rng)
+        sequence_s = await _together(client, rng, setting.num_decode, step_s)
         began_at = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_flip(client, setting, began_at))
@@ -119,7 +123,7 @@ async def measure(setting: Setting, folder: Path) -> Measured:
             for request in setting.trace:
                 await asyncio.sleep(max(0.0, began_at + request.at_s - time.monotonic()))
                 asking.append(tasks.create_task(_ask(client, request, rng, began_at)))
-        return Measured([task.result() for task in asking], message_s, step_s)
+        return Measured([task.result() for task in asking], message_s, step_s, sequence_s)
 
 
 def play(setting: Setting, measured: Measured, seed: int) -> list[Times]:
@@ -127,7 +131,7 @@ def play(setting: Setting, measured: Measured, seed: int) -> list[Times]:
         **{f"prefill-{i}": Role.PREFILL for i in range(setting.num_prefill)},
         **{f"decode-{i}": Role.DECODE for i in range(setting.num_decode)},
     }
-    step_costs = costs(TIMING, measured.step_s)
+    step_costs = costs(TIMING, measured.step_s, measured.sequence_s)
     workers = [WorkerSpec(name, role, step_costs, NUM_BLOCKS, STEP_TOKENS, MAX_RUNNING) for name, role in roles.items()]
     flip = RoleChange(setting.flip_at_s, setting.flipped, Role.PREFILL, hands_over=False)
     delays = Delays(message_s=measured.message_s, hand_over_s=2 * measured.message_s)
@@ -148,7 +152,7 @@ async def _flip(client: PdserveClient, setting: Setting, began_at: float) -> Non
     await client.set_role(setting.flipped, "prefill")
 
 
-async def _overheads(client: PdserveClient, rng: random.Random) -> tuple[float, float]:
+async def _alone(client: PdserveClient, rng: random.Random) -> tuple[float, float]:
     """From one request after another, each alone: a step more than it should take is a step's, the rest messages'."""
     step_costs, messages, steps = costs(TIMING), [], []
     for _ in range(_NUM_ALONE):
@@ -158,6 +162,17 @@ async def _overheads(client: PdserveClient, rng: random.Random) -> tuple[float, 
         steps.append(max(0.0, times.tpot_s - ideal_tpot_s))
         messages.append(max(0.0, times.ttft_s - step_costs.prefill_s([(100, 100)]) - steps[-1]) / 4)
     return statistics.median(messages), statistics.median(steps)
+
+
+async def _together(client: PdserveClient, rng: random.Random, num_decode: int, step_s: float) -> float:
+    """What each further sequence of a step takes more than it should: messages of its tokens."""
+    began_at = time.monotonic()
+    number = _NUM_TOGETHER * num_decode
+    times = await asyncio.gather(*(_ask(client, _SHORT, rng, began_at) for _ in range(number)))
+    context = _NUM_TOGETHER * (_SHORT.num_prompt_tokens + _SHORT.num_output_tokens // 2)
+    ideal_s = costs(TIMING).decode_s(_NUM_TOGETHER, context) + step_s
+    more_s = statistics.median(each.tpot_s for each in times) - ideal_s
+    return max(0.0, more_s / (_NUM_TOGETHER - 1))
 
 
 async def _ask(client: PdserveClient, request: TracedRequest, rng: random.Random, began_at: float) -> Times:
