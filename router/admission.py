@@ -193,12 +193,12 @@ class Gate:
             return False
         if turn.deadline_at is not None and now + turn.ttft_s > turn.deadline_at:
             raise self._refusals.cannot_meet(turn.deadline_at - now, 0.0, turn.ttft_s)
-        dispatch, wait_s = turn.ask.dispatch(placement), now - turn.entered_at
+        dispatches, wait_s = turn.ask.dispatch(placement), now - turn.entered_at
         charge = self._queue.serve(turn)
         self._release(turn)
         self._drain.observe(now, is_waiting=bool(self._queue), num_tokens=turn.num_tokens)
         metrics.WAIT_SECONDS.observe(wait_s)
-        turn.ended.set_result(Admitted(placement, dispatch, wait_s, charge))
+        turn.ended.set_result(Admitted(placement, dispatches, wait_s, charge))
         return True
 
     def _strand(self, turn: Turn, error: NoWorker, now: float) -> None:
@@ -230,7 +230,8 @@ class Gate:
             self.look_soon()  # it may have held workers, or been one of those that are looked past
         elif self._stranded.pop(turn, None) is None and turn.ended.done() and turn.ended.exception() is None:
             admitted = turn.ended.result()
-            admitted.dispatch.end()
+            for dispatch in admitted.dispatches:
+                dispatch.end()
             self._queue.correct(admitted.charge, 0)
 
     def _plan_look(self) -> None:

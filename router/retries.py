@@ -57,7 +57,8 @@ class Retries:
             raise DeadlineExceeded(f"the deadline passed after {num_emitted} tokens")
         if num_failures >= self._policy.max_attempts:
             raise AttemptsExhausted(f"{num_failures} attempts failed; the last one: {error}")
-        if not self._budget.take(self._num_running, self._clock()):
+        broken = failure.worker_id if failure.is_connection else None
+        if not self._budget.take(self._num_running, self._clock(), broken):
             metrics.RETRIES_REFUSED.inc()
             raise AttemptsExhausted(f"too many requests are being tried again for this one to be; it failed: {error}")
         delay_s: float = min(_MAX_DELAY_S, self._policy.retry_delay_s * 2 ** (num_failures - 1))

@@ -26,5 +26,6 @@ def _taken(
     starts_at = max(sender.sent_until, receiver.received_until, first_at)
     last_layer_s = num_bytes / sender.layout.num_layers / bytes_per_s if first_at < last_at else 0.0
     until = max(starts_at + num_bytes / bytes_per_s, last_at + last_layer_s)
+    sender.meter.transferred(num_bytes, num_bytes / bytes_per_s)
     sender.sent_until = receiver.received_until = until
     return until

@@ -94,7 +94,7 @@ class SimulatedRouter:
             max_tokens=request.max_tokens,
             deadline_at=None,
             find=lambda held: self._place(request, held),
-            dispatch=lambda placement: self._dispatch(request, placement),
+            dispatch=lambda placement: (self._dispatch(request, placement),),
         )
         ending.turn = turn = self.gate.turn(ask, ending)
         try:
@@ -139,16 +139,18 @@ class SimulatedRouter:
     def find_target(self, attempt: Attempt, source: SimulatedWorker) -> tuple[SimulatedWorker, Dispatch] | None:
         """Where a sequence that leaves could go on; its load is counted there then."""
         demand = self._demand(attempt.request)
-        candidate = place_moved(self.table.snapshot(), demand, source.id, (), self._rng)
+        avoided = self._retries.breakers.avoided(self._time.now)
+        candidate = place_moved(self.table.snapshot(), demand, source.id, avoided, self._rng, self._scenario.placement)
         if candidate is None:
             return None
+        self._retries.breakers.placed(candidate.id, self._time.now)
         dispatch = self.table.dispatch(Placement(None, candidate), 0, demand.num_blocks)
         return self.cluster.workers[candidate.id.name], dispatch
 
     def _told(self, request: SimulatedRequest, told: Admitted | BaseException) -> None:
         if isinstance(told, Admitted):
             request.admitted, request.wait_s = told, told.wait_s
-            self._go(request, told.placement, told.dispatch)
+            self._go(request, told.placement, told.dispatches[0])
         elif isinstance(told, ServiceError):
             self._end(request, told.reason)
         else:

@@ -46,7 +46,7 @@ class SimulatedWorker:
         self.pool = SimulatedPool(spec.num_blocks, PREFIX_BLOCK_TOKENS // block_size)
         self.queue = SimulatedQueue(self.pool, block_size, self._listener.ask_for_ticket)
         self.batch = SimulatedBatch(self.pool, spec.costs, block_size, spec.max_running)
-        self.meter = SimulatedMeter()
+        self.meter = SimulatedMeter(self._time.clock)
         self._step: Step | None = None
 
     @property
@@ -77,6 +77,7 @@ class SimulatedWorker:
         self.settle()
         pool, queue, batch, meter = self.pool, self.queue, self.batch, self.meter
         num_waiting = queue.num_waiting if len(queue) else 0
+        transfer_bytes, transfer_s = meter.transfers
         return WorkerLoad(
             state=WorkerState.READY,
             queued_prefill_tokens=queue.num_queued_tokens + batch.num_queued_tokens,
@@ -88,6 +89,10 @@ class SimulatedWorker:
             decode_step_s=meter.decode_step_s,
             decode_batch=meter.decode_batch,
             tokens_per_step=meter.tokens_per_step,
+            prefill_age_s=meter.prefill_age_s,
+            decode_age_s=meter.decode_age_s,
+            transfer_bytes=transfer_bytes,
+            transfer_s=transfer_s,
         )
 
     def wake(self) -> None:

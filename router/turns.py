@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,7 @@ from router.placement import Placement
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request as far as admission goes. `find` places it on others than those held, or raises NoWorker; `dispatch`
-    counts its load. Between the two nothing is awaited."""
+    counts its load, answer by answer. Between the two nothing is awaited."""
 
     tenant: str
     priority: int
@@ -23,8 +24,12 @@ class Ask:
     max_tokens: int  # of each answer
     deadline_at: float | None
     find: Callable[[Collection[WorkerId]], Placement]
-    dispatch: Callable[[Placement], Dispatch]
+    dispatch: Callable[[Placement], tuple[Dispatch, ...]]
     num_answers: int = 1
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        return self.num_prompt_tokens, self.max_tokens, self.num_answers
 
 
 class Ending(Protocol):
@@ -62,15 +67,15 @@ class Turn(Waiting):
 
     def as_small(self, others: Iterable[Turn]) -> Turn | None:
         """One of the others that asks for no more than this: if there is no room for that, there is none for this."""
-        prompt, most = self.ask.num_prompt_tokens, self.ask.max_tokens
-        return next((o for o in others if o.ask.num_prompt_tokens <= prompt and o.ask.max_tokens <= most), None)
+        return next((other for other in others if all(map(operator.le, other.ask.size, self.ask.size))), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """`dispatch` is the caller's to end. `wait_s`: how long it waited. It leads back to nothing that waits."""
+    """`dispatches` are the caller's to end, one for each answer. `wait_s`: how long it waited. It leads back to nothing
+    that waits."""
 
     placement: Placement
-    dispatch: Dispatch
+    dispatches: tuple[Dispatch, ...]
     wait_s: float
     charge: Charge

@@ -18,6 +18,7 @@ from protos.errors import ServiceError
 from protos.status_values import Status
 from protos.values import Sampling
 from tests.cluster.asking import Answered, ask
+from tests.cluster.cuttable import Cuttable, cuttable
 from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config
 from tests.cluster.tiny_model import TinyModel
 from tests.router.redis_server import RedisServer
@@ -35,16 +36,19 @@ class Pair:
     first: PdserveClient
     second: PdserveClient
     either: PdserveClient  # asks the first as long as it is there
+    link: Cuttable  # from the second to Redis
     second_process: ChildProcess
 
 
 @pytest_asyncio.fixture
 async def pair(tiny_moe: TinyModel, tmp_path: Path) -> AsyncIterator[Pair]:
     with RedisServer() as redis:
-        arguments = ("--store", redis.url)
+        direct, via_link = ("--store", redis.url), ("--store", f"{redis.url}.link")
+        socket = Path(redis.url.removeprefix("unix://"))
         async with (
-            LocalCluster(timed_config(tiny_moe, tmp_path, num_prefill=1, router_arguments=arguments)) as cluster,
-            second_router(tiny_moe, tmp_path, arguments) as (process, address),
+            cuttable(Path(f"{socket}.link"), socket) as link,
+            LocalCluster(timed_config(tiny_moe, tmp_path, num_prefill=1, router_arguments=direct)) as cluster,
+            second_router(tiny_moe, tmp_path, via_link) as (process, address),
             PdserveClient(cluster.router_address) as first,
             PdserveClient(address) as second,
             PdserveClient(f"{cluster.router_address},{address}") as either,
@@ -52,7 +56,7 @@ async def pair(tiny_moe: TinyModel, tmp_path: Path) -> AsyncIterator[Pair]:
             await until(
                 second, lambda status: {w.state for w in status.workers} == {"ready"} and len(status.workers) == 3
             )
-            yield Pair(cluster, redis, first, second, either, process)
+            yield Pair(cluster, redis, first, second, either, link, process)
 
 
 @asynccontextmanager
@@ -105,6 +109,15 @@ async def test_two_routers_agree_and_outlive_each_other_and_their_store(pair: Pa
     await until(pair.second, lambda status: {w.worker_id: w.state for w in status.workers}["decode-0"] == "draining")
     await pair.second.set_draining("decode-0", draining=False)
     await until(pair.first, lambda status: {w.worker_id: w.state for w in status.workers}["decode-0"] == "ready")
+
+    pair.link.is_whole.clear()
+    await pair.first.set_role("decode-1", "decode")
+    await asyncio.gather(answers_of(pair.first, 9), answers_of(pair.second, 10))
+    assert roles(await pair.second.get_status())["decode-1"] == "both"  # nobody could tell it
+    pair.link.is_whole.set()
+    await until(pair.second, lambda status: roles(status)["decode-1"] == "decode")
+    await pair.second.set_role("decode-1", "both")
+    await until(pair.first, lambda status: roles(status)["decode-1"] == "both")
 
     pair.redis.kill()
     await asyncio.gather(answers_of(pair.first, 3), answers_of(pair.second, 4))
