@@ -49,6 +49,9 @@ class Figure:
     simulated: Sequence[float]  # by seed
     is_share: bool = False
 
+    def shown(self, value: float) -> str:
+        return f"{100 * value:.1f} %" if self.is_share else f"{1000 * value:.1f} ms"
+
     @property
     def mean(self) -> float:
         return statistics.mean(self.simulated)
@@ -117,13 +120,12 @@ def table_of(found: Sequence[Figure], measured: Measured) -> Table:
         "", "real", "simulated", "difference", "by chance", title=f"{len(measured.times)} requests, one trace", box=None
     )
     for each in found:
-        unit = (lambda value: f"{100 * value:.1f} %") if each.is_share else (lambda value: f"{1000 * value:.1f} ms")
         table.add_row(
             each.name,
-            unit(each.real),
-            unit(each.mean),
+            each.shown(each.real),
+            each.shown(each.mean),
             f"{100 * each.difference:+.1f} {'points' if each.is_share else '%'}{'' if each.is_close else '  !'}",
-            f"{unit(min(each.simulated))} to {unit(max(each.simulated))}",
+            f"{each.shown(min(each.simulated))} to {each.shown(max(each.simulated))}",
         )
     return table
 
