@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from router.candidate import WorkerId
 from router.dispatch import Dispatch
@@ -32,10 +32,36 @@ class Ask:
         return self.num_prompt_tokens, self.max_tokens, self.num_answers
 
 
+class Ending(Protocol):
+    """What a turn comes to: the part of `asyncio.Future` that the gate needs."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Admitted: ...
+
+    def exception(self) -> BaseException | None: ...
+
+    def set_result(self, result: Admitted, /) -> None: ...
+
+    def set_exception(self, exception: Exception, /) -> None: ...
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Timers(Protocol):
+    """The part of an event loop that the gate needs; a simulator's time passes differently."""
+
+    def call_soon(self, callback: Callable[[], None], /) -> Timer: ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], None], /) -> Timer: ...
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Turn(Waiting):
     ask: Ask
-    ended: asyncio.Future[Admitted]
+    ended: Ending
     ttft_s: float = 0.0  # as predicted when it was last looked at
     no_worker_at: float | None = None  # since when none fits it
 
