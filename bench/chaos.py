@@ -57,6 +57,7 @@ async def run(arguments: argparse.Namespace, folder: Path, console: Console) -> 
         num_decode=2,
         num_threads=1,
         worker_arguments=WORKER_ARGUMENTS,
+        router_arguments=("--direct",),
         environment={"PDSERVE_FAULTS": "none"},
     )
     async with LocalCluster(config) as cluster:

@@ -103,9 +103,14 @@ class Load:
         self._is_stopping = True
 
     async def run(self) -> None:
-        async with PdserveClient(self._address) as client, asyncio.TaskGroup() as clients:
-            for _ in range(self._at_once):
-                clients.create_task(self._ask_on(client))
+        """Every other client reads at the workers."""
+        async with (
+            PdserveClient(self._address) as through_router,
+            PdserveClient(self._address, direct=True) as direct,
+            asyncio.TaskGroup() as clients,
+        ):
+            for number in range(self._at_once):
+                clients.create_task(self._ask_on(direct if number % 2 else through_router))
 
     async def _ask_on(self, client: PdserveClient) -> None:
         while not self._is_stopping:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from rich.table import Table
 
 from bench.router_load_peers import PeerRate
 from bench.router_load_sides import Measured
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +24,7 @@ class LatencyRow:
     @classmethod
     def of(cls, num_streams: int, straight: Sequence[Measured], through: Sequence[Measured]) -> LatencyRow:
         (p50, p99), (through_p50, through_p99) = (
-            tuple(_median(one.latency_ms(share) for one in rounds) for share in (0.5, 0.99))
+            tuple(median(one.latency_ms(share) for one in rounds) for share in (0.5, 0.99))
             for rounds in (straight, through)
         )
         return cls(num_streams, (p50, p99), (through_p50, through_p99))
@@ -53,11 +49,11 @@ class RateRow:
         return cls(
             name,
             num_streams,
-            _median(one.tokens_per_s for one in rounds),
-            _median(one.tokens_per_message for one in rounds),
-            _median(one.side_cores for one in rounds),
-            _median(one.tokens_per_core_s for one in rounds),
-            _median(one.asker_cores for one in rounds),
+            median(one.tokens_per_s for one in rounds),
+            median(one.tokens_per_message for one in rounds),
+            median(one.side_cores for one in rounds),
+            median(one.tokens_per_core_s for one in rounds),
+            median(one.asker_cores for one in rounds),
         )
 
 
@@ -80,8 +76,8 @@ class PeerRow:
     def of(cls, name: str, ours: Sequence[Measured], theirs: Sequence[PeerRate]) -> PeerRow:
         return cls(
             name,
-            (_median(one.tokens_per_s for one in ours), _median(one.tokens_per_core_s for one in ours)),
-            (_median(one.tokens_per_s for one in theirs), _median(one.tokens_per_core_s for one in theirs)),
+            (median(one.tokens_per_s for one in ours), median(one.tokens_per_core_s for one in ours)),
+            (median(one.tokens_per_s for one in theirs), median(one.tokens_per_core_s for one in theirs)),
         )
 
 
@@ -119,7 +115,7 @@ def other_table(
     table = Table(title="the rest", show_header=False)
     for count, took_us in placements.items():
         table.add_row(f"placement among {count} workers", f"{took_us:.0f} µs")
-    table.add_row("answers of one token, 64 at once", f"{_median(one.answers_per_s for one in answers):,.0f} /s")
+    table.add_row("answers of one token, 64 at once", f"{median(one.answers_per_s for one in answers):,.0f} /s")
     each = f"each of {memory.num_streams} streams, {memory.num_tokens} tokens into its answer"
     table.add_row(f"memory for {each}", f"{memory.bytes_per_stream / 1024:.0f} KiB")
     note = "" if num_cores >= 8 else f" (no measure of it on {num_cores} cores)"
@@ -161,7 +157,7 @@ def result(
         "gathered_tokens_per_core_s": round(gathered.tokens_per_core_s),
         **{f"added_p99_ms_{row.num_streams}": round(row.added_ms[1], 2) for row in latencies},
         **{f"placement_us_{count}": round(took_us) for count, took_us in placements.items()},
-        "answers_per_s": round(_median(one.answers_per_s for one in answers)),
+        "answers_per_s": round(median(one.answers_per_s for one in answers)),
         "kib_per_stream": round(memory.bytes_per_stream / 1024),
         "two_routers": round(scaling, 2),
         **{f"over_{row.name}": round(row.ours[0] / row.theirs[0], 2) for row in peers},

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
-from decode.direct import DirectDecode, Readings
+from decode.direct import Answer, DirectDecode, Readings
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2
 from protos.calls import Context
 from protos.errors import AlreadyExists, InvalidArgument, Unavailable
 from protos.serve import GrpcServer
-
-Answer: TypeAlias = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 _MAX_ID_BYTES = 128
 _FULL_BYTES = 2**20  # what comes beyond it is for the next message; one alone may be larger

@@ -44,13 +44,6 @@ def distinct_experts(routing: Routing, num_tokens: float) -> float:
     return routing.num_experts * (1.0 - math.pow(missed, num_tokens))
 
 
-def saturating_tokens(routing: Routing, share: float = 0.95) -> int:
-    """The least number of tokens that touch `share` of the experts."""
-    if routing.num_chosen == routing.num_experts:
-        return 1
-    return math.ceil(math.log(1.0 - share) / math.log(1.0 - routing.num_chosen / routing.num_experts))
-
-
 class ExpertCoverage:
     """Distinct experts per layer as a function of sequences and rows, with beta followed online.
 

@@ -1,4 +1,4 @@
-"""Answers that clients read here themselves, past the router, which hears of the first token and of the end.
+"""Answers that clients read here themselves, past the router, which is told the tokens many at once.
 
 The call of the router is still what a sequence lives by: cancelled, it ends. A client shows the permit that its router
 gave it and, in the same attempt, this worker. Event loop only.
@@ -25,6 +25,7 @@ _MAX_ID_BYTES = 128
 _CLAIM_S = 10.0  # from when an attempt is opened until somebody reads it
 _WAIT_S = 10.0  # of a reader, for the attempt
 _MAX_BYTES = 256 * 1024  # said and not yet read, of one answer
+_RECORD_TOKENS = 32  # an answer that is broken off has at most so many that the router has not heard of
 
 
 class Reading:
@@ -100,7 +101,8 @@ class Readings(decode_pb2_grpc.DirectServicer):
 
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, list[asyncio.Event]] = {}  # one for each reader
+        self._num_waiting = 0
 
     @contextmanager
     def opened(self, attempt_id: str, permit: bytes) -> Iterator[Reading]:
@@ -111,8 +113,8 @@ class Readings(decode_pb2_grpc.DirectServicer):
         if attempt_id in self._readings:
             raise AlreadyExists(f"attempt_id {attempt_id!r} is read here already", field="attempt_id")
         self._readings[attempt_id] = reading = Reading(permit)
-        if (waiting := self._waiting.get(attempt_id)) is not None:
-            waiting.set()
+        for has_come in self._waiting.get(attempt_id, ()):
+            has_come.set()
         try:
             yield reading
             reading.end()
@@ -142,16 +144,22 @@ class Readings(decode_pb2_grpc.DirectServicer):
         return reading
 
     async def _awaited(self, attempt_id: str) -> Reading | None:
-        if len(self._waiting) >= MAX_WAITING and attempt_id not in self._waiting:
+        """Strangers wait here too, and each holds one of the calls that a server bears."""
+        if self._num_waiting >= MAX_WAITING:
             raise ResourceExhausted(f"{MAX_WAITING} readers wait for their attempts already; come again")
-        has_come = self._waiting.setdefault(attempt_id, asyncio.Event())
+        has_come, waiting = asyncio.Event(), self._waiting.setdefault(attempt_id, [])
+        waiting.append(has_come)
+        self._num_waiting += 1
         try:
             async with asyncio.timeout(_WAIT_S):
                 await has_come.wait()
         except TimeoutError:
             return None
         finally:
-            self._waiting.pop(attempt_id, None)
+            self._num_waiting -= 1
+            waiting.remove(has_come)
+            if not waiting:
+                del self._waiting[attempt_id]
         return self._readings.get(attempt_id)
 
 
@@ -176,16 +184,15 @@ class DirectDecode:
         self, request: decode_pb2.DecodeRequest, answer: AsyncIterator[inference_pb2.GenerateResponse]
     ) -> Answer:
         """To the router."""
-        tells_at_once = request.prefill_here
+        num_due = 1 if request.prefill_here else _RECORD_TOKENS
         record = inference_pb2.GenerateResponse()
         with self._readings.opened(request.attempt_id, request.permit) as reading:
             async for message in answer:
                 await reading.say(message)
                 _add(record, message)
-                if tells_at_once and record.token_ids:
-                    tells_at_once = False
+                if len(record.token_ids) >= num_due and not record.finish_reason:
                     yield record
-                    record = inference_pb2.GenerateResponse()
+                    record, num_due = inference_pb2.GenerateResponse(), _RECORD_TOKENS
         if record.token_ids or record.finish_reason:
             yield record
 

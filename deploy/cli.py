@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from deploy import door_options, options, security_options
+from deploy import asking_options, door_options, options, security_options
+from deploy.decision_command import decisions
 from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.model_commands import model
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 _FILE_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120  # of tables in a pipe or a file
 out, err = Console(highlight=False, width=_FILE_WIDTH), Console(stderr=True, highlight=False)
 
-
 _FORESEEN = (
     ("deploy.process", "ProcessEnded"),
     ("model.model_source", "ModelUnavailable"),
@@ -46,6 +46,8 @@ class Commands(click.Group):
         try:
             return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except BrokenPipeError:  # whoever reads what we print has enough, as `| head` does: click ends without a word
             raise
         except KeyboardInterrupt:
             raise click.exceptions.Exit(130) from None
@@ -173,8 +175,8 @@ def router(log_level: str, log_format: str, **settings: Any) -> None:
 @cli.command()
 @click.argument("prompt")
 @security_options.router_access
-@options.sampling_options()
-@door_options.asking_options
+@asking_options.sampling_options()
+@asking_options.reading_options
 def generate(prompt: str, **settings: Any) -> None:
     """Let the model continue PROMPT."""
     from deploy.conversation import generate_once
@@ -185,8 +187,8 @@ def generate(prompt: str, **settings: Any) -> None:
 @cli.command()
 @click.argument("prompt", required=False)
 @security_options.router_access
-@options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
-@door_options.asking_options
+@asking_options.sampling_options(temperature="0", max_tokens="400", repetition_penalty="1.05")
+@asking_options.reading_options
 def chat(prompt: str | None, **settings: Any) -> None:
     """Talk to the model, or ask it PROMPT once. Input that is no terminal's is read line by line, a prompt each."""
     from deploy.conversation import CHAT_SAMPLING, Conversation, talk
@@ -250,9 +252,7 @@ def role(worker_id: str, role: str, router_address: str, connect: Connect) -> No
 @cli.command()
 @click.argument("worker_id", metavar="WORKER")
 @click.option("--undo", is_flag=True, help="Give it new requests again.")
-@click.option(
-    "--wait-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for it to be empty."
-)
+@click.option("--wait-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for that.")
 @security_options.router_access
 def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connect: Connect) -> None:
     """Empty WORKER: what it answers goes on on others, without a break.
@@ -267,13 +267,13 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connec
         raise click.exceptions.Exit(1)
 
 
+cli.add_command(decisions)
 cli.add_command(model)
 cli.add_command(plan)
 cli.add_command(key)
 
 
 def main() -> None:
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # a peer that goes away is told by us, in our words
     cli(prog_name="pdserve")
 
 

@@ -1,4 +1,4 @@
-"""The flags of the router's doors beside pdserve.v1, each described once."""
+"""The flags of the router's doors: those beside pdserve.v1, and whether clients may go past the router."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from deploy.options import F, deadline_option, group_of, quiet_option, setting
+from deploy.options import F, group_of, setting
 
 
 def _http_port(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
@@ -38,12 +38,5 @@ direct_option = setting(
     default=False,
     help="Let clients read answers at the decode workers, whose addresses they learn; the router places and resumes.",
 )
-
-read_direct_option = click.option(
-    "--direct",
-    is_flag=True,
-    help="Read the answer at its decode worker; the router has to be started with --direct too.",
-)
-asking_options = group_of(deadline_option, read_direct_option, quiet_option)
 
 door_options = group_of(http_port_option(), kserve_option, direct_option)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from deploy.progress import ConsoleProgress
 from deploy.security_options import Connect
+from deploy.status_view import print_what_is_missing
 from protos.client import PdserveClient
 from protos.errors import NotFound
 
@@ -32,6 +33,7 @@ async def drain_worker(
                 num_left = await _num_requests(client, worker_id)
         finally:
             progress.waiting("")
+        status = await client.get_status(deadline_s=_DEADLINE_S)
     took_s = time.monotonic() - began_at
     if num_left == 0:
         out.print(f"{worker_id} is drained: nothing runs there, after {took_s:.1f} s. It may be stopped now.")
@@ -40,6 +42,7 @@ async def drain_worker(
             f"{worker_id} gets nothing new, and still has {_counted(num_left)} after {took_s:.1f} s: prompts are "
             "finished there, and other decode workers need room for what it answers (`pdserve status`)."
         )
+    print_what_is_missing(status, router_address, out)
     return num_left == 0 or wait_s == 0
 
 

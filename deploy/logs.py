@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from datetime import UTC, datetime
 
@@ -16,8 +15,7 @@ OURS = ("decode", "deploy", "kvtransfer", "model", "prefill", "protos", "router"
 
 
 def configure_logging(process_name: str, level: str, log_format: str = "text") -> None:
-    """Our own loggers speak from `level` on, libraries from warning on. Before gRPC is imported: it looks only then."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it calls a peer's end an event worth a line of its own
+    """Our own loggers speak from `level` on, libraries from warning on."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines(process_name) if log_format == "json" else _text(process_name))
     root = logging.getLogger()

@@ -26,7 +26,6 @@ VERIFICATIONS = ("block", "token", "coupled")
 DRAFT_LENGTHS = ("adaptive", "fixed")
 DRAFT_SHAPES = ("auto", "chain", "tree")
 PORT, COUNT = click.IntRange(0, 65535), click.IntRange(0)
-DRAFT_TOKENS = click.IntRange(0, MAX_DRAFT_TOKENS)
 DEFAULT_ROUTER = "127.0.0.1:8500"
 
 
@@ -88,39 +87,22 @@ def _host_and_port(context: click.Context, parameter: click.Parameter, value: st
     return value
 
 
-def _speculation(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """`off` or a number of tokens, as max_draft_tokens: 0 is off."""
-    if value is None:
-        return None
-    if value == "off":
-        return 0
-    if not value.isdecimal() or int(value) > MAX_DRAFT_TOKENS:
-        raise click.BadParameter(f"{value!r} is neither off nor a number of tokens from 0 to {MAX_DRAFT_TOKENS}")
-    return int(value)
+def _router_option(about: str) -> Callable[[F], F]:
+    return click.option(
+        "--router",
+        "router_address",
+        metavar="HOST:PORT,...",
+        callback=_hosts_and_ports,
+        default=DEFAULT_ROUTER,
+        envvar="PDSERVE_ROUTER",
+        show_default=True,
+        show_envvar=True,
+        help=about,
+    )
 
 
-router_option = click.option(
-    "--router",
-    "router_address",
-    metavar="HOST:PORT,...",
-    callback=_hosts_and_ports,
-    default=DEFAULT_ROUTER,
-    envvar="PDSERVE_ROUTER",
-    show_default=True,
-    show_envvar=True,
-    help="Where the router is. If one of several goes away, the next is asked.",
-)
-routers_option = click.option(
-    "--router",
-    "router_address",
-    metavar="HOST:PORT,...",
-    callback=_hosts_and_ports,
-    default=DEFAULT_ROUTER,
-    envvar="PDSERVE_ROUTER",
-    show_default=True,
-    show_envvar=True,
-    help="Where routers are. One of them tells of the others that share its --store.",
-)
+router_option = _router_option("Where the router is. If one of several goes away, the next is asked.")
+routers_option = _router_option("Where routers are. One of them tells of the others that share its --store.")
 log_options = group_of(
     setting("--log-level", type=click.Choice(LEVELS), default="info", help="What is said on stderr."),
     setting("--log-format", type=click.Choice(FORMATS), default="text", help="json: an object a line, for collectors."),
@@ -201,7 +183,10 @@ worker_options = group_of(
         "without guesses.",
     ),
     worker_setting(
-        "--max-draft-tokens", type=DRAFT_TOKENS, default=7, help="Tokens guessed ahead in one step, at most."
+        "--max-draft-tokens",
+        type=click.IntRange(0, MAX_DRAFT_TOKENS),
+        default=7,
+        help="Tokens guessed ahead in one step, at most.",
     ),
     worker_setting(
         "--draft-length",
@@ -240,48 +225,6 @@ drain_option = setting("--drain-s", type=float, default=30.0, help="How long wha
 threads_option = click.option(
     "--num-threads", type=int, help="Compute threads.  [default: this machine's cores, shared out]"
 )
-
-
-def sampling_options(
-    *, temperature: str = "1", repetition_penalty: str = "1", max_tokens: str = "what the context leaves"
-) -> Callable[[F], F]:
-    """What holds where an option is not given, in words."""
-    return group_of(
-        click.option("--temperature", type=float, help=f"0 takes the likeliest token.  [default: {temperature}]"),
-        click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
-        click.option("--top-p", type=float, help="Keep the likeliest tokens that sum to p."),
-        click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
-        click.option(
-            "--repetition-penalty",
-            type=float,
-            help=f"Above 1: avoid what prompt and answer contain.  [default: {repetition_penalty}]",
-        ),
-        click.option("--presence-penalty", type=float, help="Above 0: avoid what the answer contains."),
-        click.option("--frequency-penalty", type=float, help="Above 0: the more, the more often it does."),
-        click.option("--seed", type=int, help="The same seed gives the same text.  [default: drawn]"),
-        click.option(
-            "--max-tokens",
-            type=int,
-            help=f"Length of the answer, at most.  [default: {max_tokens}]",
-        ),
-        click.option("--min-tokens", type=int, help="Length of the answer, at least."),
-        click.option(
-            "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Ends the answer; may be repeated."
-        ),
-        click.option(
-            "--speculation",
-            "max_draft_tokens",
-            metavar="off|N",
-            callback=_speculation,
-            help="Tokens guessed ahead in one step, at most, and no more than the worker allows.  "
-            f"[default: what is fastest]  [0<=N<={MAX_DRAFT_TOKENS}]",
-        ),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's own end tokens."),
-    )
-
-
-deadline_option = click.option("--deadline-s", type=click.FloatRange(0, min_open=True), help="Give up after this long.")
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the answer only.")
 
 
 def as_arguments(context: click.Context, is_wanted: Callable[[click.Parameter], bool]) -> list[str]:

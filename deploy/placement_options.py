@@ -35,7 +35,7 @@ placement_options = group_of(
         "--transfer-gb-s",
         type=_ABOVE_0,
         default=_POLICY.transfer_bytes_per_s / 1e9,
-        help="How fast KV is taken to move from worker to worker.",
+        help="How fast KV is taken to move from worker to worker, until that has been measured.",
     ),
     router_setting(
         "--affinity-ms",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy import placement_options, router_options
+from deploy import admission_options, placement_options
 from deploy.options import group_of
 
-policy_options = group_of(router_options.admission_options, placement_options.placement_options)
+policy_options = group_of(admission_options.admission_options, placement_options.placement_options)
 
 
 def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
     """Takes these options out of a command's settings, as fields of a `RouterConfig`."""
     return {
-        "admission": router_options.take_policy(settings),
+        "admission": admission_options.take_policy(settings),
         "placement": placement_options.take_policy(settings),
     }

@@ -6,18 +6,17 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import click
 
-from deploy.options import group_of, router_option
+from deploy.options import F, group_of, router_option
 
 if TYPE_CHECKING:
     from protos.client import PdserveClient
     from protos.security import Security
     from protos.tls import TlsFiles
 
-F = TypeVar("F", bound=Callable[..., Any])
 Connect: TypeAlias = "Callable[..., PdserveClient]"
 
 KEY_VARIABLE = "PDSERVE_API_KEY"

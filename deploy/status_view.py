@@ -20,7 +20,7 @@ _LATE_S = 2.0  # workers report every second
 
 
 async def print_status(router_address: str, out: Console, connect: Connect = PdserveClient) -> None:
-    with _deadline_told(router_address):
+    with deadline_told(router_address):
         async with connect(router_address) as client:
             status = await client.get_status(deadline_s=_DEADLINE_S)
     out.print(summary_line(status))
@@ -28,21 +28,22 @@ async def print_status(router_address: str, out: Console, connect: Connect = Pds
         out.print(workers_table(status))
     if drafters := drafters_line(status):
         out.print(drafters)
-    if missing := what_is_missing(status, router_address):
-        out.print(missing)
+    print_what_is_missing(status, router_address, out)
 
 
 async def change_role(
     router_address: str, worker_id: str, role: str, out: Console, connect: Connect = PdserveClient
 ) -> None:
-    with _deadline_told(router_address):
+    with deadline_told(router_address):
         async with connect(router_address) as client:
             await client.set_role(worker_id, role, deadline_s=_DEADLINE_S)
+            status = await client.get_status(deadline_s=_DEADLINE_S)
     out.print(f"{worker_id} is used for {role} from the next request on.")
+    print_what_is_missing(status, router_address, out)
 
 
 @contextmanager
-def _deadline_told(router_address: str) -> Iterator[None]:
+def deadline_told(router_address: str) -> Iterator[None]:
     """gRPC says only that there was one."""
     try:
         yield
@@ -51,6 +52,11 @@ def _deadline_told(router_address: str) -> Iterator[None]:
             f"the router at {router_address} did not answer within {_DEADLINE_S:g} s: it is stopped or overloaded, or "
             "something else listens there; see its log"
         ) from error
+
+
+def print_what_is_missing(status: Status, router_address: str, out: Console) -> None:
+    if missing := what_is_missing(status, router_address):
+        out.print(missing)
 
 
 def what_is_missing(status: Status, router_address: str) -> str:

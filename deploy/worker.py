@@ -240,7 +240,7 @@ class Worker:
         )
 
     def _load(self) -> workers_pb2.WorkerLoad:
-        prefill, decode = self._prefill.scheduler, self._decode.scheduler
+        prefill, decode, transferred = self._prefill.scheduler, self._decode.scheduler, self._sender.transferred
         return workers_pb2.WorkerLoad(
             state=workers_pb2.WORKER_STATE_DRAINING if self._is_draining else workers_pb2.WORKER_STATE_READY,
             queued_prefill_tokens=prefill.num_queued_tokens + decode.num_queued_prefill_tokens,
@@ -253,6 +253,10 @@ class Worker:
             decode_step_s=self._meter.decode_step_s,
             decode_batch=self._meter.decode_batch,
             tokens_per_step=self._meter.tokens_per_step,
+            prefill_age_s=self._meter.prefill_age_s,
+            decode_age_s=self._meter.decode_age_s,
+            transfer_bytes=transferred.num_bytes,
+            transfer_s=transferred.seconds,
         )
 
 

@@ -21,6 +21,7 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.packing import Packing
 from kvtransfer.peer import Peer, PeerOptions
 from kvtransfer.ticket import AS_IS, HandoverTarget, Reservation, SenderIdentity
+from kvtransfer.transfer_meter import Transferred
 from kvtransfer.transfer_thread import TransferOptions, TransferThread
 from model.block_pool import BlockPool
 from model.block_sums import BlockSums
@@ -65,6 +66,11 @@ class Sender:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._outgoings: set[Outgoing] = set()
         self._closed = False
+
+    @property
+    def transferred(self) -> Transferred:
+        """Lately."""
+        return self._thread.meter.transferred
 
     async def reserve(
         self,

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from kvtransfer import metrics
 from kvtransfer.agent import PeerUnreachable, Pieces, Region, TransferAgent, Write, WriteState
 from kvtransfer.errors import TransferFailed
 from kvtransfer.ticket import AS_IS
+from kvtransfer.transfer_meter import TransferMeter
 from kvtransfer.write_queue import Batch, Item, WriteQueue
 from protos.errors import ServiceError
 
@@ -101,7 +101,7 @@ class TransferThread:
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="beside-transfer")
         self._moving: list[_Posted] = []
         self._done_at: dict[str, float] = {}  # by peer: when a write to it last ended well
-        self._moving_bytes: Counter[str] = Counter()  # by peer
+        self.meter = TransferMeter()
         self._progressed_at = 0.0
         self._closing = False
         self.is_written_to: Callable[[], bool] = lambda: False  # whether others may write to us just now
@@ -164,7 +164,7 @@ class TransferThread:
                 logger.exception("the transport could not make progress")
 
     def _may_post(self, stream: WriteStream[Any]) -> bool:
-        is_below = self._moving_bytes[stream.peer_name] < self._options.max_moving_bytes
+        is_below = self.meter.moving_bytes(stream.peer_name) < self._options.max_moving_bytes
         return stream.stopped or (is_below and stream.has_room())
 
     def _close(self) -> None:
@@ -173,7 +173,7 @@ class TransferThread:
     def _post(self, stream: WriteStream[Item], parts: Sequence[Item]) -> None:
         if stream.stopped:
             return
-        started, beside = time.perf_counter(), None
+        started, began_at, beside = time.perf_counter(), time.monotonic(), None
         try:
             what = stream.work_out(parts)
             beside = None if stream.beside is None else self._beside.submit(stream.beside, parts)
@@ -188,7 +188,8 @@ class TransferThread:
         metrics.WRITES.inc()
         metrics.DESCRIPTORS.inc(len(what))
         stream.num_moving += 1
-        self._count_moving(stream, write.num_bytes)
+        self.meter.began(stream.peer_name, write.num_bytes, began_at)
+        metrics.MOVING_BYTES.inc(write.num_bytes)
         self._moving.append(_Posted(write, stream, parts, time.monotonic(), beside))
 
     def _poll(self) -> None:
@@ -224,7 +225,8 @@ class TransferThread:
             )
         self._tell(stream.ended, stream, posted.parts)
         stream.num_moving -= 1
-        self._count_moving(stream, -posted.write.num_bytes)
+        self.meter.ended(stream.peer_name, posted.write.num_bytes, well=state is WriteState.DONE)
+        metrics.MOVING_BYTES.dec(posted.write.num_bytes)
         if stream.num_moving == 0:
             self._resolve(stream)
         return True
@@ -237,12 +239,6 @@ class TransferThread:
         except Exception as error:  # likewise its own stream's end
             logger.exception("what belongs to a write to %s failed", stream.peer_name)
             self._fail(stream, error)
-
-    def _count_moving(self, stream: WriteStream[Any], num_bytes: int) -> None:
-        self._moving_bytes[stream.peer_name] += num_bytes
-        if not self._moving_bytes[stream.peer_name]:
-            del self._moving_bytes[stream.peer_name]  # peers come and go
-        metrics.MOVING_BYTES.inc(num_bytes)
 
     def _has_stalled(self, posted: _Posted, now: float) -> bool:
         moved_at = max(posted.posted_at, self._done_at.get(posted.stream.peer_name, posted.posted_at))

@@ -22,6 +22,7 @@ _BY_SERVICE: dict[str, Scope | None] = {  # None: whoever can reach us
 _BY_METHOD: dict[str, Scope | None] = {  # where it is not that of the service
     "grpc.health.v1.Health/Watch": ANY_KEY,  # it lasts: strangers could hold all the calls that a server bears
     "pdserve.v1.Pools/GetStatus": Scope.READ,
+    "pdserve.v1.Pools/ListDecisions": Scope.READ,
     "inference.GRPCInferenceService/ServerLive": None,
     "inference.GRPCInferenceService/ServerReady": None,
 }

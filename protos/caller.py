@@ -10,8 +10,8 @@ from typing import Protocol
 
 class Scope(enum.Flag):
     INFER = enum.auto()  # ask for answers
-    READ = enum.auto()  # see status and metrics
-    OPERATE = enum.auto()  # change roles, drain, plan
+    READ = enum.auto()  # see status and decisions
+    OPERATE = enum.auto()  # change roles, drain
     CLUSTER = enum.auto()  # speak as a router or a worker: by the cluster's secret, never by a key
 
 

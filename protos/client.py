@@ -15,7 +15,7 @@ from protos.errors import InvalidArgument
 from protos.resuming import Asked, Resuming, generated
 from protos.routers import Routers
 from protos.secret import ClusterSecret
-from protos.status_values import ROLES, Status
+from protos.status_values import ROLES, Decision, Status
 from protos.tls import TlsFiles
 from protos.values import ChatMessage, Chunk, Model, Sampling, Summary
 
@@ -75,12 +75,14 @@ class PdserveClient:
         echo: bool | None = None,
         priority: int | None = None,
         session_id: str | None = None,
+        emitted: Sequence[Sequence[int]] = (),
         deadline_s: float | None = None,
     ) -> Answer:
         """Continues a text, or token ids, `n` times; with `echo` chunks of the prompt come first.
 
         `priority`: 0 to 9, higher goes first while requests wait. Requests of one `session_id` go where the last one's
-        KV is, unless that is busy.
+        KV is, unless that is busy. `emitted`: tokens of each answer that are known, behind which it goes on; then the
+        sampling needs the seed that it had.
         """
         with _readable():
             request = inference_pb2.GenerateRequest(
@@ -91,6 +93,7 @@ class PdserveClient:
                 echo=echo,
                 priority=priority,
                 session_id=session_id,
+                emitted=[inference_pb2.TokenIds(ids=token_ids) for token_ids in emitted],
             )
         if isinstance(prompt, str):
             request.text = prompt
@@ -109,9 +112,10 @@ class PdserveClient:
         n: int | None = None,
         priority: int | None = None,
         session_id: str | None = None,
+        emitted: Sequence[Sequence[int]] = (),
         deadline_s: float | None = None,
     ) -> Answer:
-        """Answers a conversation. `n`, `priority` and `session_id` as for `generate`."""
+        """Answers a conversation. `n`, `priority`, `session_id` and `emitted` as for `generate`."""
         with _readable():
             request = inference_pb2.ChatRequest(
                 request_id=request_id,
@@ -121,6 +125,7 @@ class PdserveClient:
                 n=n,
                 priority=priority,
                 session_id=session_id,
+                emitted=[inference_pb2.TokenIds(ids=token_ids) for token_ids in emitted],
             )
         return self._answer(request, deadline_s)
 
@@ -171,6 +176,13 @@ class PdserveClient:
         async with aclosing(resuming.messages()) as messages:
             async for message in messages:
                 yield Summary.from_message(message) if message.HasField("usage") else Chunk.from_message(message)
+
+    async def list_decisions(self, limit: int | None = None, *, deadline_s: float | None = None) -> list[Decision]:
+        """Roles and drains that were set, newest first. `limit`: 1 to 1,000, 100 by default."""
+        with _readable("limit: ", "limit"):
+            request = workers_pb2.ListDecisionsRequest(limit=limit)
+        response = await self._routers.ask(lambda router: router.pools.ListDecisions(request, timeout=deadline_s))
+        return [Decision.from_message(message) for message in response.decisions]
 
 
 def _sampling_message(sampling: Sampling | None) -> inference_pb2.SamplingParams | None:

@@ -65,7 +65,8 @@ class DecodeRequest(_message.Message):
     """the answer's number there; each is used once"""
     permit: _builtins.bytes
     """16 .. 64 bytes that nobody can guess: who shows them to Direct reads the answer. Here come, without text, the token
-    of a prefill here at once, and all others in one message when the answer ends, or goes on elsewhere. Empty: as ever.
+    of a prefill here at once, the others in messages of 32 or more, and what is left when the answer ends, or goes on
+    elsewhere. Empty: as ever.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -18,8 +18,9 @@ from protos.errors import DeadlineExceeded, Internal, Interrupted, ServiceError
 from protos.resuming import Asked, Stream, generated
 from protos.routers import Router
 
-_MAX_WAITING = 256  # messages that have come and whose turn has not
+_MAX_WAITING = 256  # messages of a worker that have come and whose turn has not
 _AVOIDED_S = 30.0
+_MAX_IN_VAIN = 2  # in a row: one worker may just have died, whom its router will not name again
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,13 @@ class Direct:
         self._credentials = credentials
         self._channels: dict[str, grpc.aio.Channel] = {}  # to workers, by address
         self._avoided_until = 0.0
+        self._num_in_vain = 0
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     async def answer(self, router: Router, request: Asked, timeout_s: float | None) -> Stream:
-        """For a while through the router, where a worker could not be read from: it may be out of our reach."""
+        """For a while through the router, where workers could not be read from: they may be out of our reach."""
         is_avoided = time.monotonic() < self._avoided_until
         source = generated(router, request, timeout_s) if is_avoided else self._messages(router, request, timeout_s)
         async with aclosing(source):
@@ -54,11 +56,12 @@ class Direct:
     async def _messages(self, router: Router, request: Asked, timeout_s: float | None) -> Stream:
         """Puts in order what comes from both sides: the worker may be ahead of the router's first token."""
         events, places = asyncio.Queue[Event](_MAX_WAITING), asyncio.Queue[pb.Directions]()
+        room = asyncio.Semaphore(_MAX_WAITING)
         tasks = [
             asyncio.create_task(_follow(router, request, timeout_s, events, places)),
-            asyncio.create_task(self._read(places, timeout_s, events)),
+            asyncio.create_task(self._read(places, timeout_s, events, room)),
         ]
-        num_tokens, is_finished = len(request.emitted.ids), False
+        num_tokens, is_finished = sum(len(each.ids) for each in request.emitted), False
         early: dict[int, pb.GenerateResponse] = {}
         summary: pb.GenerateResponse | None = None
         broken: _BrokenOff | None = None
@@ -76,9 +79,8 @@ class Direct:
                     summary = event
                     continue
                 early[event.output_index] = event
-                if len(early) > _MAX_WAITING:
-                    raise Internal(f"the answer has {num_tokens} tokens, and the next is missing")
                 while (message := early.pop(num_tokens, None)) is not None:
+                    room.release()  # also for the router's first token, which took none
                     num_tokens += len(message.token_ids)
                     is_finished = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
                     yield message
@@ -89,9 +91,13 @@ class Direct:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(
-        self, places: asyncio.Queue[pb.Directions], timeout_s: float | None, events: asyncio.Queue[Event]
+        self,
+        places: asyncio.Queue[pb.Directions],
+        timeout_s: float | None,
+        events: asyncio.Queue[Event],
+        room: asyncio.Semaphore,
     ) -> None:
-        """At one worker after another, as the answer is moved."""
+        """At one worker after another, as the answer is moved. Takes no more from it than there is room for."""
         while True:
             place = await places.get()
             request = decode_pb2.ReadRequest(attempt_id=place.attempt_id, permit=place.permit)
@@ -99,7 +105,8 @@ class Direct:
             try:
                 with service_errors():
                     async for message in self._stub(place.address).Read(request, timeout=timeout_s):
-                        has_read = True
+                        has_read, self._num_in_vain = True, 0
+                        await room.acquire()
                         await events.put(message)
             except DeadlineExceeded as error:
                 await events.put(error)
@@ -108,8 +115,13 @@ class Direct:
                 if has_read or isinstance(error, Interrupted):
                     await events.put(_BrokenOff(told))
                 else:
-                    self._avoided_until = time.monotonic() + _AVOIDED_S
+                    self._unreached()
                     await events.put(told)
+
+    def _unreached(self) -> None:
+        self._num_in_vain += 1
+        if self._num_in_vain >= _MAX_IN_VAIN:
+            self._num_in_vain, self._avoided_until = 0, time.monotonic() + _AVOIDED_S
 
     def _stub(self, address: str) -> decode_pb2_grpc.DirectStub:
         channel = self._channels.get(address)
@@ -130,7 +142,7 @@ async def _follow(
         message = pb.RouteRequest(chat=request)
     else:
         message = pb.RouteRequest(generate=request)
-    call = router.inference.Route(message, timeout=timeout_s)
+    call, has_summary = router.inference.Route(message, timeout=timeout_s), False
     try:
         with service_errors(router.nobody_there):
             async for response in call:
@@ -138,6 +150,9 @@ async def _follow(
                     places.put_nowait(response.directions)
                 else:
                     await events.put(response)
+                    has_summary = response.HasField("usage")
+            if not has_summary:
+                raise Internal("the answer ended without its summary")
     except ServiceError as error:
         await events.put(error)
     finally:

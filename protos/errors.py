@@ -3,7 +3,7 @@
 caller    InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, DeadlineExceeded, Cancelled, Unimplemented,
           Unauthenticated, PermissionDenied; ResourceExhausted: SlowReader
 capacity  ResourceExhausted: Overloaded, LimitExceeded; Unavailable: NoWorker
-peer      Unavailable: WorkerLost, AttemptsExhausted; Aborted (packages add their own, each with a reason of its own)
+peer      Unavailable: WorkerLost, AttemptsExhausted, Interrupted; Aborted (packages add their own, each with a reason)
 ours      Internal
 """
 

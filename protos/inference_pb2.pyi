@@ -277,9 +277,9 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
-    def emitted(self) -> Global___TokenIds:
-        """Tokens of the answer that the client has already, from a stream that broke off: it goes on behind them, exactly as it
-        would have, if all else is asked for as before. n has to be 1, and the seed given unless temperature is 0.
+    def emitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Of each answer, the tokens that the client has already from a stream that broke off: it goes on behind them, exactly
+        as it would have, if all else is asked for as before. The seed has to be given, unless temperature is 0.
         """
 
     def __init__(
@@ -294,9 +294,9 @@ class GenerateRequest(_message.Message):
         echo: _builtins.bool | None = ...,
         priority: _builtins.int | None = ...,
         session_id: _builtins.str | None = ...,
-        emitted: Global___TokenIds | None = ...,
+        emitted: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "echo", b"echo", "emitted", b"emitted", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "echo", b"echo", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "echo", b"echo", "emitted", b"emitted", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -377,7 +377,7 @@ class ChatRequest(_message.Message):
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
-    def emitted(self) -> Global___TokenIds: ...
+    def emitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
     def __init__(
         self,
         *,
@@ -388,9 +388,9 @@ class ChatRequest(_message.Message):
         n: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
         session_id: _builtins.str | None = ...,
-        emitted: Global___TokenIds | None = ...,
+        emitted: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "emitted", b"emitted", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_priority", b"_priority", "_request_id", b"_request_id", "_session_id", b"_session_id", "emitted", b"emitted", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

@@ -24,12 +24,13 @@ Ask: TypeAlias = Callable[[Router, Asked, "float | None"], Stream]
 """Has a router answer a request, within so many seconds. Raises ServiceError."""
 
 MAX_RESUMES = 3  # in a row without a token
+MAX_REFUSALS = 25  # beside them, where a router has not noticed yet that we are gone: to it the request is in flight
 _DELAY_S = 0.1  # doubled with each of them
 _MAX_DELAY_S = 1.0
 
 
 class Resuming:
-    """The messages of one answer, or of several to one prompt: a stream of several is not resumed once it has begun."""
+    """The messages of one answer, or of several to one prompt."""
 
     def __init__(self, routers: Routers, ask: Ask, request: Asked, deadline_s: float | None) -> None:
         """`request` is changed: it says what has come."""
@@ -38,10 +39,10 @@ class Resuming:
         self._request = request
         self._deadline_at = None if deadline_s is None else time.monotonic() + deadline_s
         self._remaining_s = deadline_s
-        self._num_tokens: Counter[int] = Counter({0: len(request.emitted.ids)})  # by choice
+        self._num_tokens = Counter({choice: len(each.ids) for choice, each in enumerate(request.emitted)})
         self._has_prompt = False
-        self._is_finished = False  # its last token is there
-        self._num_failed = 0  # in a row
+        self._finished: set[int] = set()  # choices whose last token is there
+        self._num_failed = self._num_refused = 0  # in a row
         self._has_failed = False
 
     async def messages(self) -> Stream:
@@ -66,8 +67,10 @@ class Resuming:
                 await self._prepare_next(router, error)
 
     def _is_known(self, message: pb.GenerateResponse) -> bool:
-        """A summary that was lost is asked for with the last tokens once more."""
-        return self._has_failed and self._is_finished
+        """What has ended already is asked for with its last tokens once more."""
+        if message.HasField("prompt"):
+            return self._has_failed and self._has_prompt
+        return self._has_failed and message.choice in self._finished
 
     def _take(self, message: pb.GenerateResponse) -> None:
         if message.HasField("prompt"):
@@ -77,21 +80,27 @@ class Resuming:
         if message.output_index != num_known:
             raise Internal(f"the answer has {num_known} tokens and goes on at output_index {message.output_index}")
         self._num_tokens[message.choice] += len(message.token_ids)
-        self._num_failed = 0
-        if self._request.n <= 1:
-            self._is_finished = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
-            if not self._is_finished:
-                self._request.emitted.ids.extend(message.token_ids)
+        self._num_failed = self._num_refused = 0
+        if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            self._finished.add(message.choice)
+            return
+        while len(self._request.emitted) <= message.choice:
+            self._request.emitted.add()
+        self._request.emitted[message.choice].ids.extend(message.token_ids)
 
     async def _prepare_next(self, router: Router, error: ServiceError) -> None:
         """Waits a moment. Raises what the caller is told if there is no next stream."""
         if type(error) is Unavailable:  # a subclass is the router's own word
             self._routers.leave(router)
-        self._num_failed += 1
-        if not self._may_go_on(error):
+        is_in_flight = self._has_failed and isinstance(error, AlreadyExists)
+        if is_in_flight:
+            self._num_refused += 1
+        else:
+            self._num_failed += 1
+        if not (self._num_refused <= MAX_REFUSALS if is_in_flight else self._may_go_on(error)):
             raise self._told(error)
         self._has_failed = True
-        num_in_vain = self._num_failed - len(self._routers)
+        num_in_vain = self._num_failed + self._num_refused - len(self._routers)
         delay_s = 0.0 if num_in_vain < 0 else min(_MAX_DELAY_S, _DELAY_S * 2**num_in_vain)
         if self._deadline_at is not None:
             self._remaining_s = self._deadline_at - time.monotonic() - delay_s
@@ -102,13 +111,10 @@ class Resuming:
         await asyncio.sleep(delay_s)
 
     def _may_go_on(self, error: ServiceError) -> bool:
-        """That the request is still in flight is so for a moment, where a router has not noticed that we are gone."""
-        if type(error) not in (Unavailable, Interrupted) and not (
-            self._has_failed and isinstance(error, AlreadyExists)
-        ):
+        if type(error) not in (Unavailable, Interrupted):
             return False
         has_tokens = self._num_tokens.total() > 0
-        if (self._request.n > 1 or not has_tokens) and (has_tokens or self._has_prompt):
+        if self._has_prompt and not has_tokens:
             return False
         if has_tokens or isinstance(error, Interrupted):
             return self._num_failed < MAX_RESUMES + len(self._routers)

@@ -212,8 +212,8 @@ def joined_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Port 0 takes any that is free. Raises OSError, naming the address and why."""
+def bound_socket(host: str, port: int, option: str = "--port") -> socket.socket:
+    """Port 0 takes any that is free. Raises OSError, naming the address and why, and the option that gives the port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -224,7 +224,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        hint = "; choose another port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        hint = f"; choose another {option}, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"cannot listen at {joined_address(host, port)}: {error.strerror or error}{hint}") from error
     return bound
 

@@ -1,8 +1,9 @@
-"""A cluster as `PdserveClient.get_status` tells of it: frozen values, and how they are read from messages."""
+"""A cluster as `PdserveClient` tells of it, and what was decided: frozen values, and how messages become them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from protos import workers_pb2
 
@@ -44,6 +45,7 @@ class WorkerStatus:
     reported_ago_s: float
     num_requests: int  # that the router has there
     num_known_blocks: int | None = None  # of its prefix cache; None while the router waits for a dump
+    transfer_bytes_per_s: float = 0.0  # of its hand-overs lately; 0 while there was none
 
     @staticmethod
     def from_message(message: workers_pb2.WorkerStatus) -> WorkerStatus:
@@ -72,6 +74,7 @@ class WorkerStatus:
             reported_ago_s=message.reported_ago_s,
             num_requests=message.num_requests,
             num_known_blocks=message.num_known_blocks if message.HasField("num_known_blocks") else None,
+            transfer_bytes_per_s=load.transfer_bytes / load.transfer_s if load.transfer_s > 0 else 0.0,
         )
 
 
@@ -95,4 +98,27 @@ class Status:
             workers=tuple(WorkerStatus.from_message(each) for each in message.workers),
             is_draining=message.draining,
             num_requests_waiting=message.num_requests_waiting,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was set at a router, and by whom."""
+
+    at: datetime  # in UTC
+    what: str  # role, drain, no drain
+    worker_id: str
+    role: str  # of what is a role
+    key: str  # the name of it; empty where none is asked for
+    router: str  # its address
+
+    @staticmethod
+    def from_message(message: workers_pb2.Decision) -> Decision:
+        return Decision(
+            at=message.at.ToDatetime(UTC),
+            what=message.what,
+            worker_id=message.worker_id,
+            role=message.role,
+            key=message.key,
+            router=message.router,
         )

@@ -6,6 +6,7 @@ Served by the router: workers register and report; operators look at and change 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import decode_pb2 as _decode_pb2
@@ -152,6 +153,10 @@ class WorkerLoad(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     DECODE_BATCH_FIELD_NUMBER: _builtins.int
     TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    PREFILL_AGE_S_FIELD_NUMBER: _builtins.int
+    DECODE_AGE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     queued_prefill_tokens: _builtins.int
     """not yet computed, waiting or running"""
@@ -170,6 +175,14 @@ class WorkerLoad(_message.Message):
     """sequences in them"""
     tokens_per_step: _builtins.float
     """of one sequence: above 1 where drafts are accepted"""
+    prefill_age_s: _builtins.float
+    """since a step last counted towards prefill_tokens_per_s"""
+    decode_age_s: _builtins.float
+    """since one last counted towards decode_step_s"""
+    transfer_bytes: _builtins.float
+    """that hand-overs wrote lately, old ones counting less"""
+    transfer_s: _builtins.float
+    """for how long writes to a peer were under way for that, old ones counting less"""
     def __init__(
         self,
         *,
@@ -184,10 +197,14 @@ class WorkerLoad(_message.Message):
         decode_step_s: _builtins.float = ...,
         decode_batch: _builtins.float = ...,
         tokens_per_step: _builtins.float = ...,
+        prefill_age_s: _builtins.float = ...,
+        decode_age_s: _builtins.float = ...,
+        transfer_bytes: _builtins.float = ...,
+        transfer_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "state", b"state", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_age_s", b"decode_age_s", "decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefill_age_s", b"prefill_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "state", b"state", "tokens_per_step", b"tokens_per_step", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,3 +484,84 @@ class SetDrainingResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetDrainingResponse: _TypeAlias = SetDrainingResponse  # noqa: Y015
+
+@_typing.final
+class ListDecisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """how many at most, 1 to 1,000; 100 if unset"""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit", b"_limit", "limit", b"limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit", b"_limit", "limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__limit: _TypeAlias = _typing.Literal["limit"]  # noqa: Y015
+    _WhichOneofArgType__limit: _TypeAlias = _typing.Literal["_limit", b"_limit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit) -> _WhichOneofReturnType__limit | None: ...
+
+Global___ListDecisionsRequest: _TypeAlias = ListDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class ListDecisionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]: ...
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDecisionsResponse: _TypeAlias = ListDecisionsResponse  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """role, drain, no drain; later versions may have others"""
+    worker_id: _builtins.str
+    role: _builtins.str
+    """of what is a role: prefill, decode, both"""
+    key: _builtins.str
+    """name of the API key that was shown; empty where none is asked for"""
+    router: _builtins.str
+    """address of the one that was asked"""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        what: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        key: _builtins.str = ...,
+        router: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "key", b"key", "role", b"role", "router", b"router", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015

@@ -123,6 +123,11 @@ class PoolsStub:
                 request_serializer=protos_dot_workers__pb2.SetDrainingRequest.SerializeToString,
                 response_deserializer=protos_dot_workers__pb2.SetDrainingResponse.FromString,
                 _registered_method=True)
+        self.ListDecisions = channel.unary_unary(
+                '/pdserve.v1.Pools/ListDecisions',
+                request_serializer=protos_dot_workers__pb2.ListDecisionsRequest.SerializeToString,
+                response_deserializer=protos_dot_workers__pb2.ListDecisionsResponse.FromString,
+                _registered_method=True)
 
 
 class PoolsServicer:
@@ -149,6 +154,14 @@ class PoolsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDecisions(self, request, context):
+        """What was set with these two, at any of the routers that share a store, newest first; the last 1,000 are kept.
+        UNAVAILABLE while the store is away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +179,11 @@ def add_PoolsServicer_to_server(servicer, server):
                     servicer.SetDraining,
                     request_deserializer=protos_dot_workers__pb2.SetDrainingRequest.FromString,
                     response_serializer=protos_dot_workers__pb2.SetDrainingResponse.SerializeToString,
+            ),
+            'ListDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDecisions,
+                    request_deserializer=protos_dot_workers__pb2.ListDecisionsRequest.FromString,
+                    response_serializer=protos_dot_workers__pb2.ListDecisionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -249,6 +267,33 @@ class Pools:
             '/pdserve.v1.Pools/SetDraining',
             protos_dot_workers__pb2.SetDrainingRequest.SerializeToString,
             protos_dot_workers__pb2.SetDrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Pools/ListDecisions',
+            protos_dot_workers__pb2.ListDecisionsRequest.SerializeToString,
+            protos_dot_workers__pb2.ListDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class PoolsStub:
     """Draining: places nothing new on a worker, and hands what decodes there over to others, while it runs. Its prompts
     are finished there. It has no request any more once Status says so.
     """
+    ListDecisions: _aio.UnaryUnaryMultiCallable[_workers_pb2.ListDecisionsRequest, _workers_pb2.ListDecisionsResponse]
+    """What was set with these two, at any of the routers that share a store, newest first; the last 1,000 are kept.
+    UNAVAILABLE while the store is away.
+    """
 
 class PoolsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,6 +70,16 @@ class PoolsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_workers_pb2.SetDrainingResponse]:
         """Draining: places nothing new on a worker, and hands what decodes there over to others, while it runs. Its prompts
         are finished there. It has no request any more once Status says so.
+        """
+
+    @_abc_1.abstractmethod
+    def ListDecisions(
+        self,
+        request: _workers_pb2.ListDecisionsRequest,
+        context: _aio.ServicerContext[_workers_pb2.ListDecisionsRequest, _abc.Awaitable[_workers_pb2.ListDecisionsResponse]],
+    ) -> _abc.Awaitable[_workers_pb2.ListDecisionsResponse]:
+        """What was set with these two, at any of the routers that share a store, newest first; the last 1,000 are kept.
+        UNAVAILABLE while the store is away.
         """
 
 def add_PoolsServicer_to_server(servicer: PoolsServicer, server: _aio.Server) -> None: ...

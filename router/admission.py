@@ -19,7 +19,7 @@ from router.config import AdmissionPolicy
 from router.drain_rate import DrainRate
 from router.fair_queue import FairQueue, QueueLimits
 from router.refusals import Refusals
-from router.turns import Admitted, Ask, Turn
+from router.turns import Admitted, Ask, Ending, Timer, Timers, Turn
 
 _LOOK_S = 0.25  # between looks while something waits: what changes without an event is a worker that falls silent
 _LOOK_PAST = 8  # so many that do not fit: each look costs as many placements
@@ -39,19 +39,21 @@ class Gate:
         wait_for_worker_s: float,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        timers: Callable[[], Timers] = asyncio.get_running_loop,
     ) -> None:
         self._policy = policy
         self._wait_for_worker_s = wait_for_worker_s
         self._refusals = Refusals(rng or random.Random())
         self._clock = clock
+        self._timers = timers
         self._queue: FairQueue[Turn] = FairQueue(QueueLimits(policy.max_queued, policy.max_queued_tokens))
         self._stranded: dict[Turn, NoWorker] = {}  # no worker fits
         self._drain = DrainRate()
         self._answer_tokens = _ANSWER_TOKENS
         self._holder: Turn | None = None
         self._held: frozenset[WorkerId] = frozenset()
-        self._soon: asyncio.Handle | None = None
-        self._later: asyncio.TimerHandle | None = None
+        self._soon: Timer | None = None
+        self._later: Timer | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -66,27 +68,35 @@ class Gate:
 
     async def admit(self, ask: Ask) -> Admitted:
         """Raises Overloaded, DeadlineExceeded, NoWorker: nothing was done for it. Cancelled, it has left the queue."""
-        now = self._clock()
-        turn = Turn(
-            tenant=ask.tenant,
-            priority=ask.priority,
-            num_tokens=ask.num_prompt_tokens + ask.num_answers * round(min(ask.max_tokens, self._answer_tokens)),
-            entered_at=now,
-            deadline_at=ask.deadline_at,
-            ask=ask,
-            ended=asyncio.get_running_loop().create_future(),
-        )
+        ended: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        turn = self.turn(ask, ended)
         try:
-            self._enter(turn, now)
-            if not turn.ended.done():
-                await asyncio.wait([turn.ended], timeout=self._patience_s(turn, now))
+            self.enter(turn)
+            if not ended.done():
+                await asyncio.wait([ended], timeout=self.patience_s(turn))
         except BaseException:
             self._leave(turn)
             raise
-        if not turn.ended.done():
-            self._leave(turn)
-            raise self._out_of_time(turn)
-        return turn.ended.result()
+        if not ended.done():
+            raise self.give_up(turn)
+        return ended.result()
+
+    def turn(self, ask: Ask, ended: Ending) -> Turn:
+        """What `enter` takes, of a request that comes now."""
+        return Turn(
+            tenant=ask.tenant,
+            priority=ask.priority,
+            num_tokens=ask.num_prompt_tokens + ask.num_answers * round(min(ask.max_tokens, self._answer_tokens)),
+            entered_at=self._clock(),
+            deadline_at=ask.deadline_at,
+            ask=ask,
+            ended=ended,
+        )
+
+    def give_up(self, turn: Turn) -> Overloaded | DeadlineExceeded:
+        """One that has waited as long as it may leaves; returns what it is told."""
+        self._leave(turn)
+        return self._out_of_time(turn)
 
     def answered(self, admitted: Admitted, num_prompt_tokens: int, *num_output_tokens: int) -> None:
         """What it took in the end, each answer by itself, for the shares of tenants and the guess at the next one."""
@@ -96,7 +106,7 @@ class Gate:
 
     def look_soon(self) -> None:
         if self._queue and self._soon is None:
-            self._soon = asyncio.get_running_loop().call_soon(self._look)
+            self._soon = self._timers().call_soon(self._look)
 
     def workers_changed(self) -> None:
         now, stranded = self._clock(), list(self._stranded)
@@ -110,8 +120,9 @@ class Gate:
             if handle is not None:
                 handle.cancel()
 
-    def _enter(self, turn: Turn, now: float) -> None:
-        """Lets it go at once, has it wait, or raises what refuses it."""
+    def enter(self, turn: Turn) -> None:
+        """Lets it go at once, has it wait, or raises what refuses it. Who waits is to `give_up` after `patience_s`."""
+        now = turn.entered_at
         if turn.deadline_at is not None and turn.deadline_at <= now:
             raise DeadlineExceeded("the deadline passed before the request could be placed")
         self._refuse_if_full(turn.tenant, turn.priority, turn.num_tokens)
@@ -182,12 +193,12 @@ class Gate:
             return False
         if turn.deadline_at is not None and now + turn.ttft_s > turn.deadline_at:
             raise self._refusals.cannot_meet(turn.deadline_at - now, 0.0, turn.ttft_s)
-        dispatch, wait_s = turn.ask.dispatch(placement), now - turn.entered_at
+        dispatches, wait_s = turn.ask.dispatch(placement), now - turn.entered_at
         charge = self._queue.serve(turn)
         self._release(turn)
         self._drain.observe(now, is_waiting=bool(self._queue), num_tokens=turn.num_tokens)
         metrics.WAIT_SECONDS.observe(wait_s)
-        turn.ended.set_result(Admitted(placement, dispatch, wait_s, charge))
+        turn.ended.set_result(Admitted(placement, dispatches, wait_s, charge))
         return True
 
     def _strand(self, turn: Turn, error: NoWorker, now: float) -> None:
@@ -219,12 +230,13 @@ class Gate:
             self.look_soon()  # it may have held workers, or been one of those that are looked past
         elif self._stranded.pop(turn, None) is None and turn.ended.done() and turn.ended.exception() is None:
             admitted = turn.ended.result()
-            admitted.dispatch.end()
+            for dispatch in admitted.dispatches:
+                dispatch.end()
             self._queue.correct(admitted.charge, 0)
 
     def _plan_look(self) -> None:
         if self._later is None and self.num_waiting:
-            self._later = asyncio.get_running_loop().call_later(_LOOK_S, self._look_later)
+            self._later = self._timers().call_later(_LOOK_S, self._look_later)
 
     def _look_later(self) -> None:
         self._later = None
@@ -236,9 +248,9 @@ class Gate:
                 turn.ended.set_exception(error)
         self._look()
 
-    def _patience_s(self, turn: Turn, now: float) -> float:
+    def patience_s(self, turn: Turn) -> float:
         patience_s = _SURPRISE * self._policy.max_queue_s
-        return patience_s if turn.deadline_at is None else min(patience_s, turn.deadline_at - now)
+        return patience_s if turn.deadline_at is None else min(patience_s, turn.deadline_at - turn.entered_at)
 
     def _hopeless(self, turn: Turn, now: float) -> Overloaded | None:
         """What it is told if it would wait too long, as far as that can be told."""

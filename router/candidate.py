@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Role(enum.Flag):
@@ -26,7 +26,7 @@ class WorkerId:
 class Candidate:
     """A worker at one moment, its load with what was sent there and is not yet in its reports.
 
-    Speeds are what it has measured lately; 0 where it has not measured any yet.
+    Speeds are what it has measured lately; 0 where it has not measured any yet. Ages are of the last measurement.
     """
 
     id: WorkerId
@@ -37,6 +37,8 @@ class Candidate:
     num_blocks: int  # of its whole cache
     num_queued_tokens: int  # to be prefilled
     num_active: int  # sequences that decode, wait to, or are on their way
+    num_coming: int = field(default=0, kw_only=True)  # of these on their way: still being prefilled
+    stay_s: float = field(default=0.0, kw_only=True)  # of a sequence that decodes, from its first token to its end
     num_free_blocks: int
     max_context_tokens: int | None = None  # of a sequence; None: as many as the model allows
     max_running: int = 0  # sequences that decode at once; 0: not known
@@ -44,4 +46,8 @@ class Candidate:
     decode_step_s: float = 0.0  # with `decode_batch` sequences
     decode_batch: float = 0.0
     tokens_per_step: float = 0.0  # of one sequence: above 1 where drafts are accepted
+    prefill_age_s: float = 0.0
+    decode_age_s: float = 0.0
+    transfer_bytes: float = 0.0  # of its hand-overs lately, and how long they were under way
+    transfer_s: float = 0.0
     releases: tuple[tuple[float, int], ...] = ()  # (when, blocks) of sequences that will have ended, soonest first

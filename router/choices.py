@@ -117,6 +117,7 @@ class Choices:
             account=self._account,
             prefers=self._shared,
             is_choice=True,
+            known=self._request.emitted_of(choice),
         )
 
 

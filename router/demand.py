@@ -13,6 +13,8 @@ from router.prefix_index import NO_MATCHES, PrefixMatches
 class Demand:
     """Blocks and tokens for the prompt and one token, and in all. One token needs no decode.
 
+    With several answers `num_own_blocks` are those of each that follows the first: it shares the prompt's full ones.
+
     `prefix`: who holds the beginning of the prompt. `session`: the workers that served the last request of its session.
     """
 
@@ -25,10 +27,17 @@ class Demand:
     block_size: int = 1
     token_bytes: int = 0  # of KV
     session: Collection[WorkerId] = ()
+    num_answers: int = 1  # that are placed together
+    num_own_blocks: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
         return max(0, self.num_tokens - 1)
+
+    @property
+    def num_blocks_together(self) -> int:
+        """Of all answers, on the worker that decodes them."""
+        return self.num_blocks + (self.num_answers - 1) * self.num_own_blocks
 
     def num_cached(self, worker: Candidate) -> int:
         """Tokens of the prompt whose KV the worker holds."""

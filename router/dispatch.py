@@ -5,11 +5,14 @@ same to ask whether a few requests run there or thousands.
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 _NUM_RELEASES = 8  # that placement is told of
+_STAY_SHARE = 0.05  # of each sequence that has ended in the mean
+_NUM_STAYS = 20  # before so many have ended nothing is known: the short ones end first
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +34,8 @@ class Dispatch:
     num_blocks_in_all: int = 0
     ends_at: float | None = None
     is_prefilled: bool = False
+    prefilled_at: float | None = None
+    clock: Callable[[], float] = time.monotonic
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     eased: Callable[[], None] = lambda: None
 
@@ -42,14 +47,16 @@ class Dispatch:
         """The first token is there: nothing is queued any more, and the decode worker's report has the blocks."""
         if not self.is_prefilled:
             self.is_prefilled = True
+            self.prefilled_at = self.clock()
             for dispatches in self._places():
                 dispatches.prefilled(self)
             self.eased()
 
     def end(self) -> None:
+        stay_s = None if self.prefilled_at is None else self.clock() - self.prefilled_at
         self.prefilled()  # or never will be
         for dispatches in self._places():
-            dispatches.end(self)
+            dispatches.end(self, stay_s)
         self.eased()
 
     def _places(self) -> list[Dispatches]:
@@ -62,7 +69,10 @@ class Dispatches:
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.num_decoding = 0  # or on their way to
-        self.num_coming_blocks = 0  # of those that decode here, until they are prefilled
+        self.num_coming = 0  # of those that decode here, until they are prefilled
+        self.num_coming_blocks = 0
+        self._num_stays = 0
+        self._mean_stay_s = 0.0
         self.num_unreported_tokens = 0  # of those that prefill here, until they have or a report has them
         self._running: set[Dispatch] = set()
         self._unreported: dict[Dispatch, None] = {}  # oldest first
@@ -73,6 +83,11 @@ class Dispatches:
 
     def __iter__(self) -> Iterator[Dispatch]:
         return iter(self._running)
+
+    @property
+    def stay_s(self) -> float:
+        """Of those that decoded here, from the first token on: a decayed mean; 0 while it is not known."""
+        return self._mean_stay_s if self._num_stays >= _NUM_STAYS else 0.0
 
     @property
     def num_in_hand(self) -> int:
@@ -89,6 +104,7 @@ class Dispatches:
         self._running.add(dispatch)
         if dispatch.decode is self:
             self.num_decoding += 1
+            self.num_coming += 1
             self.num_coming_blocks += dispatch.num_blocks
             if dispatch.ends_at is not None:
                 insort(self._ends, (dispatch.ends_at, dispatch.num_blocks_in_all))
@@ -104,17 +120,21 @@ class Dispatches:
 
     def prefilled(self, dispatch: Dispatch) -> None:
         if dispatch.decode is self:
+            self.num_coming -= 1
             self.num_coming_blocks -= dispatch.num_blocks
         if dispatch in self._unreported:
             self._no_longer_unreported(dispatch)
         self.on_change()
 
-    def end(self, dispatch: Dispatch) -> None:
+    def end(self, dispatch: Dispatch, stay_s: float | None) -> None:
         if dispatch not in self._running:
             return
         self._running.remove(dispatch)
         if dispatch.decode is self:
             self.num_decoding -= 1
+            if stay_s is not None:
+                self._num_stays += 1
+                self._mean_stay_s += (stay_s - self._mean_stay_s) * max(_STAY_SHARE, 1 / self._num_stays)
             if dispatch.ends_at is not None:
                 del self._ends[bisect_left(self._ends, (dispatch.ends_at, dispatch.num_blocks_in_all))]
         self.on_change()

@@ -1,4 +1,4 @@
-"""What a client says it has of an answer already: whether the answer can go on behind that."""
+"""What a client says it has of its answers already: whether they can go on behind that."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from model.sampling_params import SamplingParams
 from protos.errors import InvalidArgument
 
 
-def check_emitted(token_ids: Sequence[int], sampling: SamplingParams, *, num_choices: int, has_seed: bool) -> None:
-    """Raises InvalidArgument where this is not the unfinished beginning of one answer, or other tokens would follow."""
-    if not token_ids:
-        return
-    if num_choices > 1:
-        raise InvalidArgument(f"n is {num_choices}; with emitted it must be 1: it is of one answer", field="n")
-    if not has_seed and sampling.temperature > 0:
-        problem = (
-            "sampling.seed is not set; with emitted it must be what it was, or the answer would not go on as it began"
-        )
+def check_emitted(
+    emitted: Sequence[Sequence[int]], sampling: SamplingParams, *, num_choices: int, has_seed: bool
+) -> None:
+    """Raises InvalidArgument where these are not unfinished beginnings of answers, or other tokens would follow."""
+    if len(emitted) > num_choices:
+        problem = f"emitted has {len(emitted)} answers; it must have at most n, {num_choices}"
+        raise InvalidArgument(problem, field="emitted")
+    if any(emitted) and not has_seed and sampling.temperature > 0:
+        problem = "sampling.seed is not set; with emitted it must be, to what it was: else other tokens would follow"
         raise InvalidArgument(problem, field="sampling.seed")
-    if len(token_ids) >= sampling.max_tokens:
-        raise InvalidArgument(
-            f"emitted has {len(token_ids)} tokens; it must have fewer than sampling.max_tokens, {sampling.max_tokens}: "
-            "the answer is complete",
-            field="emitted",
-        )
-    for index, token_id in enumerate(token_ids):
-        if token_id in sampling.stop_token_ids and index + 1 >= sampling.min_tokens:
+    for choice, token_ids in enumerate(emitted):
+        if len(token_ids) >= sampling.max_tokens:
             raise InvalidArgument(
-                f"emitted[{index}] is {token_id}, which ends the answer: nothing can follow", field="emitted"
+                f"emitted[{choice}] has {len(token_ids)} tokens; it must have fewer than sampling.max_tokens, "
+                f"{sampling.max_tokens}: the answer is complete",
+                field=f"emitted[{choice}].ids",
             )
+        for index, token_id in enumerate(token_ids):
+            if token_id in sampling.stop_token_ids and index + 1 >= sampling.min_tokens:
+                what = f"emitted[{choice}].ids[{index}] is {token_id}"
+                problem = f"{what}, which ends the answer: nothing can follow"
+                raise InvalidArgument(problem, field=f"emitted[{choice}].ids")

@@ -1,19 +1,20 @@
 """The workers at one moment, in such an order that the least loaded are at hand: nobody looks at all of them.
 
-A line holds workers that are equally fast, the least loaded first; so the best of a line is found at its head, however
-long it is. Kept up to date worker by worker by whoever knows them; `router.placement` only reads it.
+A line holds workers that are taken to be equally fast, the least loaded first; so the best of a line is found at its
+head, however long it is. Kept up to date worker by worker by whoever knows them; `router.placement` only reads it.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from router.candidate import Candidate, Role
-from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace
+from router.candidate import Candidate, Role, WorkerId
+from router.prediction import DOUBTED_TRANSFER_S, EXPECTED_OUTPUT_TOKENS, FRESH_S, Pace, Speed
 
 _BEHIND_ALL_NAMES = "\U0010ffff"
 
@@ -22,11 +23,14 @@ Key: TypeAlias = tuple[Any, str]  # load, and name: no two are equal
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A candidate with how fast it is taken to be."""
+    """A candidate with how fast it is taken to be: beside others in steps, of what was typical then."""
 
     worker: Candidate
     measured: Pace
-    pace: Pace  # the same, rounded
+    aged: Pace
+    speed: Speed
+    pace: Pace  # of this speed
+    typical: Pace
 
 
 class Lines:
@@ -92,10 +96,10 @@ class Pools:
     """Workers with one KV layout that are ready: those that prefill only, that decode only, and that do both."""
 
     def __init__(self) -> None:
-        self.prefill = Lines(lambda entry: entry.pace.token_s, _queued)
-        self.decode = Lines(lambda entry: entry.pace.sequence_s, _decoding)
-        self.both = Lines(lambda entry: entry.pace, _all_work)
-        self.both_as_decode = Lines(lambda entry: entry.pace.sequence_s, _decoding)
+        self.prefill = Lines(lambda entry: (entry.speed.token, entry.speed.link), _queued)
+        self.decode = Lines(lambda entry: entry.speed.sequence, _decoding)
+        self.both = Lines(lambda entry: (entry.speed.token, entry.speed.sequence), _all_work)
+        self.both_as_decode = Lines(lambda entry: entry.speed.sequence, _decoding)
         self.entries: dict[str, Entry] = {}
 
     def lines_of(self, role: Role) -> tuple[Lines, ...]:
@@ -104,32 +108,54 @@ class Pools:
         return (self.prefill,) if role is Role.PREFILL else (self.decode,)
 
 
-class _Mean:
-    """Of values that come and go."""
+class _Median:
+    """Of values that come and go: of workers whose role it is, and of these the fresh ones, if there are any."""
 
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._num = 0
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._all: list[float] = []
+        self._fresh: list[float] = []
+        self._others: list[float] = []
 
-    def count(self, value: float | None, times: int) -> None:
+    def add(self, value: float | None, is_fresh: bool, role: Role) -> None:
         if value is not None:
-            self._num += times
-            self._sum = self._sum + times * value if self._num else 0.0
+            for values in self._places(is_fresh, role):
+                insort(values, value)
+
+    def remove(self, value: float | None, is_fresh: bool, role: Role) -> None:
+        if value is not None:
+            for values in self._places(is_fresh, role):
+                del values[bisect_left(values, value)]
 
     @property
     def value(self) -> float | None:
-        return self._sum / self._num if self._num else None
+        """Between two in the middle, as many times more than the one as it is less than the other."""
+        values = self._fresh or self._all or self._others
+        if not values:
+            return None
+        return math.sqrt(values[(len(values) - 1) // 2] * values[len(values) // 2])
+
+    def _places(self, is_fresh: bool, role: Role) -> tuple[list[float], ...]:
+        if self._role not in role:
+            return (self._others,)
+        return (self._all, self._fresh) if is_fresh else (self._all,)
 
 
 class Fleet:
-    """`now` is the moment that the candidates' times are to be compared with."""
+    """`now` is the moment that the candidates' times are to be compared with. `typical` is what one is taken for that
+    has not measured itself (lately): the median of those whose role it is."""
 
     def __init__(self, candidates: Iterable[Candidate] = (), now: float = 0.0) -> None:
         self.now = now
         self.pools: dict[str, Pools] = {}  # by layout
         self._candidates: dict[str, Candidate] = {}
-        self._token_s, self._sequence_s = _Mean(), _Mean()
+        self._token_s, self._sequence_s = _Median(Role.PREFILL), _Median(Role.DECODE)
+        self._byte_s = _Median(Role.PREFILL)
+        self.typical = Pace(None, None)
         for candidate in candidates:
+            self.put(candidate)
+        for candidate in list(self):  # once more, now that it is known what is typical
+            self.remove(candidate.id.name)
             self.put(candidate)
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -138,25 +164,32 @@ class Fleet:
     def __len__(self) -> int:
         return len(self._candidates)
 
-    @property
-    def typical(self) -> Pace:
-        """The mean of those who have measured themselves: what one is taken for that has not."""
-        return Pace(self._token_s.value, self._sequence_s.value)
+    def worker(self, worker_id: WorkerId) -> Candidate | None:
+        """Whether or not it is ready; None if another process has its name."""
+        candidate = self._candidates.get(worker_id.name)
+        return candidate if candidate is not None and candidate.id == worker_id else None
 
     def put(self, candidate: Candidate) -> None:
         """In place of what was known of a worker of this name."""
         name = candidate.id.name
-        before = self.remove(name)
+        before = self._take_out(name)
         self._candidates[name] = candidate
         if candidate.is_ready:
-            pools = self.pools.setdefault(candidate.fingerprint, Pools())
-            entry = pools.entries[name] = _entry(candidate, before)
+            entry = self._entry(candidate, before)
+            pools = self.pools.get(candidate.fingerprint)
+            if pools is None:
+                pools = self.pools[candidate.fingerprint] = Pools()
+            pools.entries[name] = entry
             for lines in pools.lines_of(candidate.role):
                 lines.add(entry)
-            self._count(entry.measured, 1)
+        elif before is not None:
+            self._uncount(before)
 
-    def remove(self, name: str) -> Entry | None:
-        """Returns what it was, if it was ready."""
+    def remove(self, name: str) -> None:
+        if (entry := self._take_out(name)) is not None:
+            self._uncount(entry)
+
+    def _take_out(self, name: str) -> Entry | None:
         candidate = self._candidates.pop(name, None)
         if candidate is None or not candidate.is_ready:
             return None
@@ -164,23 +197,46 @@ class Fleet:
         for lines in pools.lines_of(candidate.role):
             lines.remove(name)
         entry = pools.entries.pop(name)
-        self._count(entry.measured, -1)
         if not pools.entries:
             del self.pools[candidate.fingerprint]
         return entry
 
-    def _count(self, pace: Pace, times: int) -> None:
-        self._token_s.count(pace.token_s, times)
-        self._sequence_s.count(pace.sequence_s, times)
+    def _entry(self, candidate: Candidate, before: Entry | None) -> Entry:
+        is_as_before = before is not None and _as_measured(before.worker) == _as_measured(candidate)
+        if before is not None and is_as_before:  # loads change much more often
+            if before.typical == self.typical:
+                return Entry(candidate, before.measured, before.aged, before.speed, before.pace, self.typical)
+            measured = before.measured
+        else:
+            if before is not None:
+                self._uncount(before)
+            measured = Pace.of(candidate)
+            self._count(measured, candidate)
+        aged = measured.aged(candidate, self.typical)
+        speed = Speed.of(aged, self.typical)
+        return Entry(candidate, measured, aged, speed, speed.pace(self.typical), self.typical)
+
+    def _count(self, measured: Pace, worker: Candidate) -> None:
+        for median, value, is_fresh in self._values(measured, worker):
+            median.add(value, is_fresh, worker.role)
+        self._find_typical()
+
+    def _uncount(self, entry: Entry) -> None:
+        for median, value, is_fresh in self._values(entry.measured, entry.worker):
+            median.remove(value, is_fresh, entry.worker.role)
+        self._find_typical()
+
+    def _values(self, measured: Pace, worker: Candidate) -> Iterator[tuple[_Median, float | None, bool]]:
+        yield self._token_s, measured.token_s, worker.prefill_age_s <= FRESH_S
+        yield self._sequence_s, measured.sequence_s, worker.decode_age_s <= FRESH_S
+        is_sure = worker.transfer_s >= DOUBTED_TRANSFER_S
+        yield self._byte_s, measured.byte_s if is_sure else None, True
+
+    def _find_typical(self) -> None:
+        self.typical = Pace(self._token_s.value, self._sequence_s.value, self._byte_s.value)
 
 
-def _entry(candidate: Candidate, before: Entry | None) -> Entry:
-    """Loads change much more often than speeds."""
-    if before is not None and _speeds(before.worker) == _speeds(candidate):
-        return Entry(candidate, before.measured, before.pace)
-    measured = Pace.of(candidate)
-    return Entry(candidate, measured, measured.rounded())
-
-
-def _speeds(worker: Candidate) -> tuple[float, ...]:
-    return worker.prefill_tokens_per_s, worker.decode_step_s, worker.decode_batch, worker.tokens_per_step
+def _as_measured(worker: Candidate) -> tuple[object, ...]:
+    speeds = worker.prefill_tokens_per_s, worker.decode_step_s, worker.decode_batch, worker.tokens_per_step
+    ages = worker.prefill_age_s, worker.decode_age_s, worker.transfer_bytes, worker.transfer_s
+    return (*speeds, *ages, worker.role, worker.fingerprint)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protos.serve import bound_socket, joined_address
+from router.metrics import HTTP_REQUESTS, UNKNOWN_ROUTE
 
 MAX_HEADER_BYTES = 32 * 2**10  # the request line and all headers together
 MAX_CONNECTIONS = 4096  # beyond them, 503
@@ -49,7 +50,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Raises OSError, naming the address, if it cannot be listened at."""
-        listener = bound_socket(self._host, self._port)
+        listener = bound_socket(self._host, self._port, "--http-port")
         self._port = listener.getsockname()[1]
         _end_silent_readers(listener)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -148,6 +149,8 @@ class _Protocol(H11Protocol):
         told = f"this is no HTTP request that is understood here; headers may have {MAX_HEADER_BYTES} bytes at most"
         body = json.dumps({"error": {"message": told, "type": "invalid_request_error", "param": None, "code": None}})
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if self.conn.our_state is h11.IDLE:  # else the application has it, and counts it
+                HTTP_REQUESTS.labels(UNKNOWN_ROUTE, "400").inc()
             head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n{body}".encode())
         self.transport.close()

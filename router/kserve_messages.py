@@ -17,6 +17,7 @@ from router.kserve_tensors import Value, inputs_of
 from router.validation import check_model
 
 VERSION = "1"
+MAX_NAMED = 64  # inputs, parameters and outputs of one request, each: more than there are
 _FLOATS = {
     "temperature",
     "top_p",
@@ -53,6 +54,9 @@ class Ask:
 def read_request(request: kserve.ModelInferRequest, card: ModelCard) -> Ask:
     """Raises ServiceError, naming the input or parameter."""
     check_version(request.model_name, request.model_version, card)
+    for field in ("inputs", "parameters", "outputs"):
+        if (count := len(getattr(request, field))) > MAX_NAMED:
+            raise InvalidArgument(f"there are {count} {field}; at most {MAX_NAMED} are taken", field=field)
     given: dict[str, list[Value]] = {}
     for name, values in [*inputs_of(request), *_parameters(request.parameters)]:
         known = _ALIASES.get(name, name)

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 from protos import kserve_pb2 as kserve
@@ -14,6 +15,7 @@ from protos.errors import InvalidArgument
 Value: TypeAlias = bool | int | float | bytes | str
 
 MAX_ELEMENTS = 4096  # of one tensor
+MAX_DIMENSIONS = 8  # sizes multiplied grow without end
 _NUMBERS = {  # little-endian, and the field of typed contents
     "BOOL": ("?", "bool_contents"),
     "INT8": ("b", "int_contents"),
@@ -47,13 +49,16 @@ def inputs_of(request: kserve.ModelInferRequest) -> Iterator[tuple[str, list[Val
         raise InvalidArgument(told, field="raw_input_contents")
     for index, tensor in enumerate(request.inputs):
         field = f"inputs[{tensor.name[:40]!r}]"
+        if len(tensor.shape) > MAX_DIMENSIONS:
+            told = f"{field} has {len(tensor.shape)} dimensions; at most {MAX_DIMENSIONS} are taken"
+            raise InvalidArgument(told, field=field)
         count = math.prod(tensor.shape)
         if any(size < 0 for size in tensor.shape) or count > MAX_ELEMENTS:
-            told = f"{field} has the shape {list(tensor.shape[:8])}; at most {MAX_ELEMENTS} elements are taken"
+            told = f"{field} has the shape {list(tensor.shape)}; at most {MAX_ELEMENTS} elements are taken"
             raise InvalidArgument(told, field=field)
         values = _from_raw(field, tensor.datatype, raw[index]) if raw else _typed(field, tensor)
         if len(values) != count:
-            told = f"{field} has {len(values)} elements; its shape is {list(tensor.shape[:8])}"
+            told = f"{field} has {len(values)} elements; its shape is {list(tensor.shape)}"
             raise InvalidArgument(told, field=field)
         yield tensor.name, values
 
@@ -69,15 +74,15 @@ def add_output(response: kserve.ModelInferResponse, output: Output) -> None:
 
 def _typed(field: str, tensor: kserve.ModelInferRequest.InferInputTensor) -> list[Value]:
     if tensor.datatype == "BYTES":
-        return list(tensor.contents.bytes_contents)
+        return list(tensor.contents.bytes_contents[: MAX_ELEMENTS + 1])
     if tensor.datatype not in _NUMBERS:
         raise _unknown_type(field, tensor.datatype)
-    return list(getattr(tensor.contents, _NUMBERS[tensor.datatype][1]))
+    return list(getattr(tensor.contents, _NUMBERS[tensor.datatype][1])[: MAX_ELEMENTS + 1])
 
 
 def _from_raw(field: str, datatype: str, raw: bytes) -> list[Value]:
     if datatype == "BYTES":
-        return list(_byte_strings(field, raw))
+        return list(islice(_byte_strings(field, raw), MAX_ELEMENTS + 1))
     if datatype not in _NUMBERS:
         raise _unknown_type(field, datatype)
     element = struct.Struct(f"<{_NUMBERS[datatype][0]}")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from model.block_pool import BlockHash
 from model.kv_layout import KVLayout
 from protos import decode_pb2, inference_pb2, prefill_pb2, workers_pb2
@@ -16,6 +18,7 @@ from router.candidate import Candidate, Role, WorkerId
 from router.card import ModelCard
 from router.profile import WorkerProfile
 from router.request import Request
+from router.shared_records import Decision
 from router.worker import DumpCache, Routers, Worker, WorkerLoad, WorkerState
 
 _STATES = {
@@ -42,6 +45,10 @@ _LOAD_NUMBERS = (
     "decode_step_s",
     "decode_batch",
     "tokens_per_step",
+    "prefill_age_s",
+    "decode_age_s",
+    "transfer_bytes",
+    "transfer_s",
 )
 _HASH_BYTES = 16
 
@@ -200,6 +207,19 @@ def emitted_tokens(raw_messages: Iterable[bytes], num_emitted: int) -> list[int]
             raise ValueError(f"output_index is {message.output_index} where {expected} was due")
         token_ids.extend(message.token_ids)
     return token_ids
+
+
+def decision_message(decision: Decision) -> workers_pb2.Decision:
+    at = Timestamp()
+    at.FromMicroseconds(round(decision.at * 1e6))
+    return workers_pb2.Decision(
+        at=at,
+        what=decision.what,
+        worker_id=decision.worker,
+        role=decision.role,
+        key=decision.by,
+        router=decision.router,
+    )
 
 
 def _sampling_message(request: Request, token_ids: Sequence[int]) -> inference_pb2.SamplingParams:

@@ -32,6 +32,7 @@ TPOT_SECONDS = Histogram(
 STAGE_SECONDS = Histogram("pdserve_router_stage_seconds", "Parts of a request.", ["stage"], buckets=_SECONDS)
 RETRIES = Counter("pdserve_router_retries", "Requests placed again before their first token.")
 RESUMES = Counter("pdserve_router_resumes", "Requests placed again after their first token.")
+DIRECT = Counter("pdserve_router_direct_attempts", "Attempts whose answer a client reads at the decode worker.")
 MOVES = Counter("pdserve_router_moves", "Running sequences taken away from a decode worker that leaves.", ["outcome"])
 STORE_AWAY = Gauge("pdserve_router_store_away", "1 while the store that routers share does not answer.")
 PLACEMENTS = Counter("pdserve_router_placements", "Attempts, by what decided where they went.", ["grounds"])
@@ -55,6 +56,20 @@ REFUSALS = Counter(
 )
 RETRIES_REFUSED = Counter("pdserve_router_retries_refused", "Failures that the retry budget left as they were.")
 LEG_FAILURES = Counter("pdserve_router_leg_failures", "Calls to workers that failed, by reason.", ["reason"])
+
+UNKNOWN_ROUTE = "unknown"  # whatever was asked for: paths are the clients' own, and would be labels without number
+HTTP_REQUESTS = Counter("pdserve_http_requests", "HTTP requests that have ended, by how.", ["route", "status"])
+HTTP_SECONDS = Histogram(
+    "pdserve_http_request_seconds",
+    "From a request's headers to the end of its answer.",
+    ["route"],
+    buckets=_SECONDS,
+)
+
+
+def observe_http(route: str, status: int, elapsed_s: float) -> None:
+    HTTP_REQUESTS.labels(route, str(status)).inc()
+    HTTP_SECONDS.labels(route).observe(elapsed_s)
 
 
 def observe(summary: pb.GenerateResponse) -> None:

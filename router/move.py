@@ -16,8 +16,7 @@ from router.attempt import Attempt
 from router.candidate import Candidate, WorkerId
 from router.demand import Demand
 from router.dispatch import Dispatch
-from router.placement import Placement, place_moved
-from router.workers import WorkerTable
+from router.placer import Placer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Move:
 
 
 async def moved(
-    attempt: Attempt, dispatch: Dispatch, demand: Callable[[], Demand], table: WorkerTable, rng: random.Random
+    attempt: Attempt, dispatch: Dispatch, demand: Callable[[], Demand], placer: Placer, rng: random.Random
 ) -> Move:
     """Waits until the attempt's decode worker is leaving, and returns when another one has the sequence.
 
@@ -51,25 +50,23 @@ async def moved(
             await dispatch.leaving.wait()
             await asyncio.sleep(_SPREAD_S * rng.random())  # all that runs there is told at once
             continue  # it may have been taken back
-        move = await _try_to_move(attempt, demand(), failed, table, rng) if dispatch.is_prefilled else None
+        move = await _try_to_move(attempt, demand(), failed, placer) if dispatch.is_prefilled else None
         if move is not None:
             return move
         await asyncio.sleep(retry_s * rng.uniform(0.5, 1))
         retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
 
-async def _try_to_move(
-    attempt: Attempt, demand: Demand, failed: set[WorkerId], table: WorkerTable, rng: random.Random
-) -> Move | None:
+async def _try_to_move(attempt: Attempt, demand: Demand, failed: set[WorkerId], placer: Placer) -> Move | None:
     """Where it fails, its target is one of `failed` from then on, until there is no other."""
     source = attempt.placement.decode
-    target = None if source is None else place_moved(table.snapshot(), demand, source.id, failed, rng)
+    target = None if source is None else placer.place_moved(demand, source.id, failed)
     if target is None:
         return None
     if target.id in failed:
         failed.clear()
     attempt_id = secrets.token_hex(8)
-    dispatch = table.dispatch(Placement(None, target), 0, demand.num_blocks)  # there is nothing to prefill
+    dispatch = placer.dispatch_moved(target, demand)
     try:
         stats = await attempt.hand_over(target, attempt_id)
     except BaseException as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from router.openai_headers import DEADLINE, MAX_DEADLINE_S, MAX_ID_CHARACTERS, REQUEST_ID
 from router.openai_requests import ChatBody, CompletionBody
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -55,10 +56,11 @@ def document() -> dict[str, Any]:
 
 
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-_TIMEOUT = {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400}
+_ID = {"type": "string", "minLength": 1, "maxLength": MAX_ID_CHARACTERS}
+_TIMEOUT = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_S}
 _HEADERS = [
-    {"name": "x-request-id", "in": "header", "schema": {"type": "string", "minLength": 1, "maxLength": 120}},
-    {"name": "x-request-timeout-s", "in": "header", "schema": _TIMEOUT},
+    {"name": REQUEST_ID, "in": "header", "schema": _ID},
+    {"name": DEADLINE, "in": "header", "schema": _TIMEOUT},
 ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -95,7 +95,7 @@ class AnswerBody(Part):
     repetition_penalty: float | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Integer] | None = None
+    stop_token_ids: Annotated[list[Integer], Field(fail_fast=True)] | None = None
     prompt_logprobs: Integer | None = None
     priority: Integer | None = Field(None, description="0 to 9; higher goes first. Default 5.")
     max_draft_tokens: Integer | None = Field(None, description="Tokens guessed ahead in one step, at most.")
@@ -129,6 +129,8 @@ class AnswerBody(Part):
     def _served(cls, given: dict[str, Any]) -> dict[str, Any]:
         ignored = _IGNORED if given.get("tools") else {*_IGNORED, "parallel_tool_calls"}
         given = {name: value for name, value in given.items() if name not in ignored}
+        if isinstance(options := given.get("stream_options"), dict):
+            given["stream_options"] = _only_served(options, StreamOptions, {}, "stream_options.")
         return _only_served(given, cls, _NOT_SERVED, "")
 
     @property
@@ -164,7 +166,7 @@ class AnswerBody(Part):
 
 
 class ChatBody(AnswerBody):
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True)]
     max_tokens: Integer | None = None
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
@@ -253,21 +255,20 @@ def _only_served(
         if name in not_served and value not in not_served[name]:
             raise Problem(400, f"{prefix}{name} is not served here", param=prefix + name, code="unsupported_parameter")
         if name not in kind.model_fields and name not in not_served:
-            similar = difflib.get_close_matches(name, kind.model_fields, n=1)
+            shown = name[:100]  # to look for what it resembles takes time that grows with it
+            similar = difflib.get_close_matches(shown, kind.model_fields, n=1)
             hint = f"; did you mean {similar[0]}?" if similar else ""
-            told = f"{prefix}{name[:100]} is not a known field{hint}"
-            raise Problem(400, told, param=prefix + name[:100], code="unknown_parameter")
+            told = f"{prefix}{shown} is not a known field{hint}"
+            raise Problem(400, told, param=prefix + shown, code="unknown_parameter")
     return {name: value for name, value in given.items() if name in kind.model_fields}
 
 
 def _problem_of(error: ValidationError) -> Problem:
-    """The first thing that is wrong."""
+    """The first thing that is wrong. Of a list nothing after it was looked at: there may be millions."""
     first = error.errors(include_url=False)[0]
     param = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"]).lstrip(".")
     if first["type"] == "missing":
         return Problem(400, f"{param} is missing", param, code="missing_required_parameter")
-    if first["type"] == "extra_forbidden":
-        return Problem(400, f"{param[:100]} is not a known field", param[:100], code="unknown_parameter")
     told = first["msg"].removeprefix("Value error, ").replace("Input should", "it must", 1)
     return Problem(400, f"{param} is {_shown(first['input'])}; {told}", param, code="invalid_type")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,16 +24,15 @@ from router.answering import Answering, Messages
 from router.card import ModelCard
 from router.http_call import Call, as_json, event
 from router.interleaving import interleaved
+from router.measured import Measured
 from router.openai_document import document
 from router.openai_errors import SERVER, Problem, internal, problem_of
+from router.openai_headers import remaining_s_of, request_id_of
 from router.openai_requests import AnswerBody, ChatBody, CompletionBody
 from router.openai_responses import Answer, ChatForm, CompletionForm, Form, Spelling
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_HEADER = "x-request-timeout-s"
-MAX_DEADLINE_S = 86_400
-_MAX_ID_CHARACTERS = 120
 _LAST_WORD_S = 1.0  # for telling a client that the router stops
 
 Handler: TypeAlias = Callable[[Call], Awaitable[None]]
@@ -56,7 +54,7 @@ class OpenAIDoor:
         self._is_ready = is_ready
         self._authenticator = authenticator
         self._started_at = int(time.time())
-        self.app = Starlette(
+        routed = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._endpoint(self._chat), methods=["POST"]),
                 Route("/v1/completions", self._endpoint(self._complete), methods=["POST"]),
@@ -68,7 +66,8 @@ class OpenAIDoor:
             ],
             exception_handlers={HTTPException: _not_routed},
         )
-        self.app.router.redirect_slashes = False
+        routed.router.redirect_slashes = False
+        self.app = Measured(routed)
 
     def _endpoint(self, handler: Handler) -> _Endpoint:
         """For those who may ask."""
@@ -90,14 +89,14 @@ class OpenAIDoor:
     async def _chat(self, call: Call) -> None:
         body = ChatBody.parse(await call.body())
         form = ChatForm(self._spelling, has_logprobs=bool(body.logprobs))
-        remaining_s = _remaining_s(call)
+        remaining_s = remaining_s_of(call.headers)
         streams = [self._service.chat(each, remaining_s) for each in body.to_requests(call.request_id)]
         await call.while_connected(self._answer(call, body, form, streams))
 
     async def _complete(self, call: Call) -> None:
         body = CompletionBody.parse(await call.body())
         form = CompletionForm(self._spelling, has_logprobs=body.logprobs is not None)
-        remaining_s = _remaining_s(call)
+        remaining_s = remaining_s_of(call.headers)
         streams = [self._service.generate(each, remaining_s) for each in body.to_requests(call.request_id)]
         await call.while_connected(self._answer(call, body, form, streams))
 
@@ -164,7 +163,7 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send, secrets.token_hex(12))
         try:
-            call.request_id = _request_id(call)
+            call.request_id = request_id_of(call.headers) or call.request_id
             await self.handler(call)
         except ClientDisconnect:
             return
@@ -193,28 +192,3 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 def _stopped() -> Problem:
     return Problem(503, "the router stopped before the answer was complete", code="unavailable", type=SERVER)
-
-
-def _request_id(call: Call) -> str:
-    """The client's, or the one that the call has."""
-    given = call.headers.get("x-request-id")
-    if given is None:
-        return call.request_id
-    if not 1 <= len(given) <= _MAX_ID_CHARACTERS or not (given.isascii() and given.isprintable()):
-        told = f"x-request-id is {given[:200]!r}; it must be 1 to {_MAX_ID_CHARACTERS} printable ASCII characters"
-        raise Problem(400, told, param="x-request-id")
-    return given
-
-
-def _remaining_s(call: Call) -> float | None:
-    given = call.headers.get(DEADLINE_HEADER)
-    if given is None:
-        return None
-    try:
-        remaining_s = float(given)
-    except ValueError:
-        remaining_s = math.nan
-    if not 0 < remaining_s <= MAX_DEADLINE_S:
-        told = f"{DEADLINE_HEADER} is {given[:100]!r}; it must be a number of seconds above 0, {MAX_DEADLINE_S} at most"
-        raise Problem(400, told, param=DEADLINE_HEADER)
-    return remaining_s

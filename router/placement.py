@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from protos.errors import NoWorker
@@ -107,20 +107,21 @@ def place(
 
 def _options(pools: Pools, demand: Demand, weighing: Weighing) -> Iterator[_Option]:
     favoured = weighing.favoured(pools)
-    both = weighing.pick([pools.both], weighing.for_both, favoured[Role.BOTH])
+    both = weighing.pick([pools.both], weighing.for_both, favoured[Role.BOTH], weighing.may_decode)
     if both is not None:
         yield _Option(both, None, both.rank[1])
-    first = weighing.pick([pools.prefill], weighing.for_prefill, favoured[Role.PREFILL])
+    first = weighing.pick([pools.prefill], weighing.for_prefill, favoured[Role.PREFILL], lambda _: False)  # in order
     if first is None:
         return
     if not demand.wants_decode:
         yield _Option(first, None, first.rank[1])
         return
-    in_s = weighing.ready_in_s(first.entry)
+    in_s, byte_s = weighing.ready_in_s(first.entry), weighing.byte_s(first.entry.worker)
     then = weighing.pick(
         [pools.decode, pools.both_as_decode],
-        lambda entry: weighing.for_decode(entry, in_s),
+        lambda entry: weighing.for_decode(entry, in_s, byte_s),
         [*favoured[Role.DECODE], *favoured[Role.BOTH]],
+        lambda entry: weighing.may_decode(entry, in_s),
     )
     if then is not None:
         yield _Option(first, then, first.rank[1] + then.rank[1])
@@ -189,27 +190,38 @@ def _reason(grounds: Grounds, option: _Option, num_cached: int, demand: Demand, 
 
 
 def place_moved(
-    fleet: Iterable[Candidate], demand: Demand, source: WorkerId, avoid: Collection[WorkerId], rng: random.Random
+    fleet: Fleet,
+    demand: Demand,
+    source: WorkerId,
+    avoid: Collection[WorkerId],
+    rng: random.Random,
+    policy: PlacementPolicy | None = None,
 ) -> Candidate | None:
     """Where a sequence that decodes on `source` could go on now; None if nowhere is room for it.
 
-    Workers to `avoid` are taken only if there is no other with room.
+    Workers to `avoid` are taken only if there is no other with room, and those that run as many as they can only if all
+    do: it waits there then, which is better than to be lost when the source ends.
     """
-    workers = list(fleet)
-    fingerprints = {worker.fingerprint for worker in workers if worker.id == source}
-    roomy = [
-        worker
-        for worker in workers
-        if worker.id != source
-        and worker.fingerprint in fingerprints
-        and worker.is_ready
-        and Role.DECODE in worker.role
-        and demand.is_allowed(worker)
-        and demand.fits(worker)
-        and worker.num_free_blocks >= demand.num_blocks
-    ]
-    roomy = [worker for worker in roomy if worker.id not in avoid] or roomy
-    return min(roomy, key=lambda each: (each.num_active, -each.num_free_blocks, rng.random()), default=None)
+    sender = fleet.worker(source)
+    pools = None if sender is None else fleet.pools.get(sender.fingerprint)
+    if sender is None or pools is None:
+        return None
+    for avoided, may_wait in ((avoid, False), (avoid, True), ((), False), ((), True)):
+        weighing = Weighing(fleet, demand, avoided, rng, policy or PlacementPolicy(), held=(source,))
+        pick = _pick_for_move(pools, sender, demand, weighing, may_wait)
+        if pick is not None and not pick.rank[0] and not pick.misfit[0]:
+            return pick.entry.worker
+    return None
+
+
+def _pick_for_move(pools: Pools, sender: Candidate, demand: Demand, weighing: Weighing, may_wait: bool) -> Pick | None:
+    favoured, byte_s = weighing.favoured(pools), weighing.byte_s(sender)
+    return weighing.pick(
+        [pools.decode, pools.both_as_decode],
+        lambda entry: weighing.for_move(entry, byte_s, may_wait),
+        [*favoured[Role.DECODE], *favoured[Role.BOTH]],
+        lambda entry: entry.worker.num_free_blocks >= demand.num_blocks,
+    )
 
 
 def can_serve(fleet: Fleet) -> bool:

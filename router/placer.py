@@ -18,11 +18,11 @@ from protos.errors import DeadlineExceeded, NoWorker
 from router import metrics
 from router.admission import Gate
 from router.breaker import Breakers
-from router.candidate import WorkerId
+from router.candidate import Candidate, WorkerId
 from router.config import PlacementPolicy
 from router.demand import Demand
 from router.dispatch import Dispatch
-from router.placement import Placement, place
+from router.placement import Placement, place, place_moved
 from router.request import Request
 from router.sessions import Sessions
 from router.turns import Admitted, Ask
@@ -71,7 +71,15 @@ class Placer:
             return hash_blocks(token_ids[:-1], layout.block_size)
         return await asyncio.to_thread(hash_blocks, token_ids[:-1], layout.block_size)
 
-    def demand(self, request: Request, num_tokens: int, *, wants_decode: bool, hashes: Sequence[BlockHash]) -> Demand:
+    def demand(
+        self,
+        request: Request,
+        num_tokens: int,
+        *,
+        wants_decode: bool,
+        hashes: Sequence[BlockHash],
+        num_answers: int = 1,
+    ) -> Demand:
         """Now. `num_tokens` are those of the prompt and of the answer so far."""
         layout = self._table.layout
         num_in_all = len(request.token_ids) + request.sampling.max_tokens
@@ -85,20 +93,22 @@ class Placer:
             block_size=1 if layout is None else layout.block_size,
             token_bytes=0 if layout is None else layout.token_bytes,
             session=self._sessions.workers_of(request.session_id),
+            num_answers=num_answers,
+            num_own_blocks=self._num_blocks(num_tokens) - self._num_shared_blocks(num_tokens),
         )
 
     async def admit(self, wanted: Wanted, tenant: str) -> Admitted:
-        """Raises what the gate raises; end the dispatch, and tell the gate what it was `answered`."""
+        """Raises what the gate raises; end the dispatches, and tell the gate what it was `answered`."""
         request = wanted.request
         ask = Ask(
             tenant=tenant,
             priority=request.priority,
             num_prompt_tokens=wanted.num_tokens,
-            max_tokens=request.max_new_tokens,
+            max_tokens=request.sampling.max_tokens,
             num_answers=request.num_choices,
             deadline_at=wanted.deadline_at,
             find=lambda held: self.place(wanted.demand(), wanted.avoid, held),
-            dispatch=lambda placement: self.dispatch(request, placement, wanted.num_tokens),
+            dispatch=lambda placement: self._dispatch_all(request, placement, wanted.num_tokens),
         )
         return await self._gate.admit(ask)
 
@@ -127,6 +137,16 @@ class Placer:
         avoid = {*avoid, *self._breakers.avoided(time.monotonic())}
         return place(self._table.snapshot(), demand, avoid, self._rng, self._policy, held)
 
+    def place_moved(self, demand: Demand, source: WorkerId, avoid: Collection[WorkerId]) -> Candidate | None:
+        """For a sequence that has to leave `source`; None if nowhere is room for it. Breakers count as above."""
+        avoid = {*avoid, *self._breakers.avoided(time.monotonic())}
+        return place_moved(self._table.snapshot(), demand, source, avoid, self._rng, self._policy)
+
+    def dispatch_moved(self, target: Candidate, demand: Demand) -> Dispatch:
+        """There is nothing to prefill."""
+        self._breakers.placed(target.id, time.monotonic())
+        return self._table.dispatch(Placement(None, target), 0, demand.num_blocks)
+
     def dispatch(self, request: Request, placement: Placement, num_tokens: int) -> Dispatch:
         """Counts what is sent to the workers of a placement, of a prompt of so many tokens."""
         metrics.PLACEMENTS.labels(placement.grounds.value).inc()
@@ -140,6 +160,27 @@ class Placer:
             self._num_blocks(num_tokens),
             at_most=(num_in_all - num_tokens, self._num_blocks(num_in_all) - 1),
         )
+
+    def dispatch_another(self, request: Request, placement: Placement, num_tokens: int) -> Dispatch:
+        """Of an answer that follows the first: where that was prefilled and decodes, it finds all but the last, partial
+        block of the prompt."""
+        metrics.PLACEMENTS.labels(placement.grounds.value).inc()
+        num_shared, layout = self._num_shared_blocks(num_tokens), self._table.layout
+        num_in_all = len(request.token_ids) + request.sampling.max_tokens
+        return self._table.dispatch(
+            placement,
+            num_tokens - num_shared * (0 if layout is None else layout.block_size),
+            self._num_blocks(num_tokens) - num_shared,
+            at_most=(num_in_all - num_tokens, self._num_blocks(num_in_all) - 1 - num_shared),
+        )
+
+    def _dispatch_all(self, request: Request, placement: Placement, num_tokens: int) -> tuple[Dispatch, ...]:
+        first = self.dispatch(request, placement, num_tokens)
+        return first, *(self.dispatch_another(request, placement, num_tokens) for _ in range(request.num_choices - 1))
+
+    def _num_shared_blocks(self, num_tokens: int) -> int:
+        layout = self._table.layout
+        return 0 if layout is None else (num_tokens - 1) // layout.block_size
 
     def _num_blocks(self, num_tokens: int) -> int:
         """With room for the answer to begin."""

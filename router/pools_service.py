@@ -11,10 +11,12 @@ from protos import workers_pb2, workers_pb2_grpc
 from protos.caller import current_caller
 from protos.calls import Context
 from protos.errors import InvalidArgument, ServiceError
+from router.decisions import MAX_DECISIONS, Decisions
 from router.links import Links
 from router.messages import (
     changes_from_message,
     command_message,
+    decision_message,
     load_from_message,
     profile_from_hello,
     role_from_value,
@@ -25,6 +27,8 @@ from router.worker import Routers, Worker
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
+
+_DECISIONS = 100  # that are told, if the caller does not say how many
 
 
 class WorkersService(workers_pb2_grpc.WorkersServicer):
@@ -77,14 +81,14 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
 
 
 class PoolsService(workers_pb2_grpc.PoolsServicer):
-    """`metrics_address` is the router's own, once it is known. `decided` keeps what was decided, for people to read."""
+    """`metrics_address` is the router's own, once it is known."""
 
-    def __init__(self, table: WorkerTable, model_name: str, inference: InferenceService) -> None:
+    def __init__(self, table: WorkerTable, model_name: str, inference: InferenceService, decisions: Decisions) -> None:
         self._table = table
         self._model_name = model_name
         self._inference = inference
+        self._decisions = decisions
         self.metrics_address = ""
-        self.decided: Callable[..., None] = lambda what, **details: None
         self._started_at = time.monotonic()
 
     async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
@@ -110,7 +114,7 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
         role = role_from_value(request.role, "role")
         self._table.set_role(request.worker_id, role)
         logger.info("worker %s is used for %s from now on", request.worker_id, role.name)
-        self.decided("role", worker=request.worker_id, role=str(role.name).lower(), by=current_caller.get().key)
+        self._decisions.add("role", request.worker_id, str(role.name).lower(), by=current_caller.get().key)
         return workers_pb2.SetRoleResponse()
 
     async def SetDraining(
@@ -119,5 +123,14 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
         self._table.set_draining(request.worker_id, request.draining)
         logger.info("worker %s is %s", request.worker_id, "drained" if request.draining else "no longer drained")
         what = "drain" if request.draining else "no drain"
-        self.decided(what, worker=request.worker_id, by=current_caller.get().key)
+        self._decisions.add(what, request.worker_id, by=current_caller.get().key)
         return workers_pb2.SetDrainingResponse()
+
+    async def ListDecisions(
+        self, request: workers_pb2.ListDecisionsRequest, context: Context
+    ) -> workers_pb2.ListDecisionsResponse:
+        limit = request.limit if request.HasField("limit") else _DECISIONS
+        if not 1 <= limit <= MAX_DECISIONS:
+            raise InvalidArgument(f"limit is {limit}; it must be 1 to {MAX_DECISIONS}", field="limit")
+        decisions = await self._decisions.newest(limit)
+        return workers_pb2.ListDecisionsResponse(decisions=map(decision_message, decisions))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from model.block_pool import BlockHash
@@ -33,7 +34,8 @@ class Progress:
     prefers: Placement | None = None
     is_choice: bool = False
     placement: Placement | None = None  # of the last attempt
-    emitted: array[int] = field(init=False)  # as of the last reading back
+    known: Sequence[int] = ()  # tokens that the client has had before
+    emitted: array[int] = field(init=False)  # with those, as of the last reading back
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
     last: pb.GenerateResponse | None = None  # the message that ended the answer
     avoid: set[WorkerId] = field(default_factory=set)
@@ -46,7 +48,7 @@ class Progress:
     done_before: pb.DecodeStats | None = None  # on workers that the sequence was moved away from
 
     def __post_init__(self) -> None:
-        self.emitted = array("q", self.request.emitted)
+        self.emitted = array("q", self.known)
 
     @property
     def remaining_s(self) -> float | None:

@@ -1,4 +1,8 @@
-"""What the key of a caller allows: requests and tokens in a minute, requests at once. Pure: the clock is passed in."""
+"""What the key of a caller allows: requests and tokens in a minute, requests at once. Pure: the clock is passed in.
+
+Routers that share a store count together: each tells what its keys have used (`used_here`), and counts what the others
+tell as used here too (`used_elsewhere`). Nobody is asked on the way of a request.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +11,80 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from protos.caller import Caller
+from protos.caller import Caller, Limits
 from protos.errors import LimitExceeded
+from router.shared_records import KeyUse, KeyUses, LimitedKey
+from router.token_bucket import TokenBucket
+from router.used_elsewhere import Missing, Used, UsedElsewhere
 
-_MINUTE_S = 60.0
-_ROUNDING = 1e-6
 _CONCURRENT_RETRY_S = 1.0  # when one of them ends is not known
-
-
-@dataclass(slots=True)
-class TokenBucket:
-    """Holds a minute's worth at most and fills evenly. Below zero: more was taken than was foreseen."""
-
-    per_minute: int
-    level: float
-    at: float
-
-    def fill(self, now: float) -> None:
-        self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / _MINUTE_S)
-        self.at = now
-
-    def wait_s(self, amount: float) -> float:
-        """Until so much could be taken; it is at most what the bucket holds."""
-        missing = amount - self.level
-        if missing < _ROUNDING:
-            return 0.0
-        return missing * _MINUTE_S / self.per_minute if self.per_minute else _MINUTE_S
+_MAX_TOLD = 250  # keys in a record, those that changed last: several times what a router serves in a tenth of a second
+_TOLD_S = 6.0  # after its last change: who has not heard of it by then has taken this router for gone, and asks anew
+_MIN_PRUNED = 1000
+_NONE = Limits()
 
 
 @dataclass(slots=True)
 class _Key:
     requests: TokenBucket | None
     tokens: TokenBucket | None
-    num_concurrent: int = 0
+    since: int
+    changed: int
+    changed_at: float
+    num_requests: int = 0
+    num_taken_tokens: int = 0
+    num_returned_tokens: int = 0
+    num_running: int = 0
 
     def buckets(self) -> Iterator[TokenBucket]:
         yield from (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
 
-    def is_as_new(self) -> bool:
-        return self.num_concurrent == 0 and all(bucket.level >= bucket.per_minute for bucket in self.buckets())
+    def fill(self, now: float) -> None:
+        for bucket in self.buckets():
+            bucket.fill(now)
+
+    def is_as_new(self, now: float) -> bool:
+        """To the others as well: they have been told."""
+        if self.num_running or now - self.changed_at < _TOLD_S:
+            return False
+        self.fill(now)
+        return all(bucket.level >= bucket.per_minute for bucket in self.buckets())
+
+    def use(self) -> KeyUse:
+        return KeyUse(
+            self.since,
+            self.num_requests,
+            self.num_taken_tokens,
+            self.num_returned_tokens,
+            self.num_running,
+            0.0 if self.requests is None else self.requests.missing,
+            0.0 if self.tokens is None else self.tokens.missing,
+        )
+
+    def used_elsewhere(self, used: Used) -> None:
+        """What was given back first: the order is not known, and so it is never more than there was."""
+        if self.requests is not None:
+            self.requests.level -= used.num_requests
+        if self.tokens is not None:
+            self.tokens.give(used.num_returned_tokens)
+            self.tokens.level -= used.num_taken_tokens
+
+    def missing_elsewhere(self, missing: Missing) -> None:
+        if self.requests is not None:
+            self.requests.lower_to(missing.requests)
+        if self.tokens is not None:
+            self.tokens.lower_to(missing.tokens)
 
 
 class Allowance:
-    """What one request has taken of its key's limits."""
+    """What one request has taken of its key's limits; `changed` is called after each change of that."""
 
-    def __init__(self, caller: Caller, key: _Key, clock: Callable[[], float]) -> None:
+    def __init__(self, caller: Caller, key: _Key, clock: Callable[[], float], changed: Callable[[], None]) -> None:
         self.tenant = caller.tenant
         self._caller = caller
         self._key = key
         self._clock = clock
+        self._changed = changed
         self._taken = 0
         self._num_used = 0
 
@@ -79,41 +108,56 @@ class Allowance:
         if (wait_s := bucket.wait_s(amount)) > 0:
             raise LimitExceeded(
                 f"{_named(self._caller)} may take {bucket.per_minute} tokens per minute: "
-                f"{bucket.per_minute - bucket.level:.0f} of them are used, and this request may take {amount}, prompt "
+                f"{bucket.missing:.0f} of them are used, and this request may take {amount}, prompt "
                 "and max_tokens together",
                 retry_after_s=wait_s,
             )
-        bucket.level -= amount
+        self._take(bucket, amount)
         self._taken = amount
+        self._changed()
 
     def used(self, num_tokens: int) -> None:
         """Prompt and answer, as it was in the end. Nothing, unless this is called."""
         self._num_used = num_tokens
 
     def end(self) -> None:
-        self._key.num_concurrent -= 1
+        self._key.num_running -= 1
         if (bucket := self._key.tokens) is not None:
             bucket.fill(self._clock())
-            bucket.level = min(bucket.per_minute, bucket.level + self._taken - self._num_used)
+            if self._num_used > self._taken:
+                self._take(bucket, self._num_used - self._taken)
+            else:
+                bucket.give(self._taken - self._num_used)
+                self._key.num_returned_tokens += self._taken - self._num_used
+        self._changed()
+
+    def _take(self, bucket: TokenBucket, amount: int) -> None:
+        bucket.level -= amount
+        self._key.num_taken_tokens += amount
 
 
 class RateLimits:
-    """By key; a key whose limits change begins anew with those."""
+    """By key; a key whose limits change begins anew with those. For `router.sharing` it is its SharedLimits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._keys: dict[Caller, _Key] = {}
+        self._keys: dict[LimitedKey, _Key] = {}  # in the order in which they changed
+        self._elsewhere = UsedElsewhere()
+        self._prune_at = _MIN_PRUNED
+        self._number = 0  # of the last change
 
     @contextmanager
     def claimed(self, caller: Caller) -> Iterator[Allowance]:
         """For one request, from before it costs anything until its end. Raises LimitExceeded."""
-        now, limits = self._clock(), caller.limits
-        key = self._key_of(caller, now)
-        if limits.num_concurrent is not None and key.num_concurrent >= limits.num_concurrent:
-            raise LimitExceeded(
-                f"{_named(caller)} may have {limits.num_concurrent} requests at once, and has {key.num_concurrent}",
-                retry_after_s=_CONCURRENT_RETRY_S,
-            )
+        now, limits, name = self._clock(), caller.limits, LimitedKey(caller.key, caller.limits)
+        key = self._key_of(name, now)
+        if limits.num_concurrent is not None:
+            num_running = key.num_running + self._elsewhere.num_running(name)
+            if num_running >= limits.num_concurrent:
+                raise LimitExceeded(
+                    f"{_named(caller)} may have {limits.num_concurrent} requests at once, and has {num_running}",
+                    retry_after_s=_CONCURRENT_RETRY_S,
+                )
         if (requests := key.requests) is not None:
             if (wait_s := requests.wait_s(1)) > 0:
                 raise LimitExceeded(
@@ -121,32 +165,79 @@ class RateLimits:
                     retry_after_s=wait_s,
                 )
             requests.level -= 1
-        key.num_concurrent += 1
-        allowance = Allowance(caller, key, self._clock)
+        key.num_requests += 1
+        key.num_running += 1
+        self._changed(name, key)
+        allowance = Allowance(caller, key, self._clock, lambda: self._changed(name, key))
         try:
             yield allowance
         finally:
             allowance.end()
 
-    def _key_of(self, caller: Caller, now: float) -> _Key:
-        key = self._keys.get(caller)
+    @property
+    def num_changes(self) -> int:
+        """Of what `used_here` tells."""
+        return self._number
+
+    def used_here(self) -> KeyUses:
+        now, by_key, as_new = self._clock(), dict[LimitedKey, KeyUse](), list[LimitedKey]()
+        left_out = 0
+        for name, key in reversed(self._keys.items()):
+            if len(by_key) == _MAX_TOLD:
+                left_out = key.changed
+                break
+            if key.is_as_new(now):
+                as_new.append(name)
+            else:
+                key.fill(now)
+                by_key[name] = key.use()
+        self._forget(as_new)
+        return KeyUses(by_key, self._number, left_out)
+
+    def used_elsewhere(self, router_id: str, uses: KeyUses) -> None:
+        """A key that has not been used here begins here too: what all have used of it is told to those who come."""
+        now = self._clock()
+        for learnt in self._elsewhere.learn(router_id, uses, now):
+            key = self._key_of(learnt.key, now)
+            if isinstance(learnt, Used):
+                key.used_elsewhere(learnt)
+            else:
+                key.missing_elsewhere(learnt)
+
+    def router_left(self, router_id: str) -> None:
+        self._elsewhere.left(router_id)
+
+    def _key_of(self, name: LimitedKey, now: float) -> _Key:
+        if name.limits == _NONE:
+            return _Key(None, None, 0, 0, now)  # nobody need know
+        key = self._keys.get(name)
         if key is None:
-            self._keys = {known: other for known, other in self._keys.items() if not _is_idle(other, now)}
-            requests, tokens = caller.limits.requests_per_minute, caller.limits.tokens_per_minute
-            key = self._keys[caller] = _Key(_full(requests, now), _full(tokens, now))
-        for bucket in key.buckets():
-            bucket.fill(now)
+            key = self._keys[name] = self._new_key(name, now)
+        key.fill(now)
         return key
+
+    def _new_key(self, name: LimitedKey, now: float) -> _Key:
+        if len(self._keys) >= self._prune_at:
+            self._forget([other for other, known in self._keys.items() if known.is_as_new(now)])
+            self._prune_at = max(_MIN_PRUNED, 2 * len(self._keys))
+        self._number += 1
+        requests, tokens = name.limits.requests_per_minute, name.limits.tokens_per_minute
+        return _Key(_full(requests, now), _full(tokens, now), self._number, self._number, now)
+
+    def _changed(self, name: LimitedKey, key: _Key) -> None:
+        if name.limits == _NONE:
+            return
+        self._number += 1
+        key.changed, key.changed_at = self._number, self._clock()
+        self._keys[name] = self._keys.pop(name)  # the last one now
+
+    def _forget(self, names: list[LimitedKey]) -> None:
+        for name in names:
+            del self._keys[name]
 
 
 def _full(per_minute: int | None, now: float) -> TokenBucket | None:
     return None if per_minute is None else TokenBucket(per_minute, per_minute, now)
-
-
-def _is_idle(key: _Key, now: float) -> bool:
-    for bucket in key.buckets():
-        bucket.fill(now)
-    return key.is_as_new()
 
 
 def _named(caller: Caller) -> str:

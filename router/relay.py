@@ -64,7 +64,7 @@ class Relay:
         self, request: Request, clock: RequestClock, deadline_at: float | None, account: Account
     ) -> AsyncGenerator[bytes, None]:
         """The whole answer, and last a message with usage and timeline. Raises ServiceError; closing it cancels."""
-        return self.answer(Progress(request, clock, deadline_at, account))
+        return self.answer(Progress(request, clock, deadline_at, account, known=request.emitted_of(0)))
 
     async def answer(self, progress: Progress) -> AsyncGenerator[bytes, None]:
         """The same of a request that has not begun."""
@@ -87,7 +87,7 @@ class Relay:
             self._retries.end()
             if (dispatch := progress.take_dispatch()) is not None:  # made, and never followed
                 dispatch.end()
-            progress.account.num_output_tokens.append(progress.num_relayed - len(progress.request.emitted))
+            progress.account.num_output_tokens.append(progress.num_relayed - len(progress.known))
         assert attempt is not None
         for worker in attempt.placement.workers:
             self.breakers.succeeded(worker.id, time.monotonic())
@@ -136,32 +136,39 @@ class Relay:
         request, token_ids, account = progress.request, progress.token_ids, progress.account
         if (preferred := progress.prefers) is not None:
             progress.prefers = None
-            progress.dispatch = self._placer.dispatch(request, preferred, len(token_ids))
+            kept = account.take(preferred)
+            progress.dispatch = kept or self._placer.dispatch_another(request, preferred, len(token_ids))
             return preferred
         progress.hashes = await self._placer.hashes(token_ids)
         avoid = frozenset(progress.avoid)
         wanted = Wanted(request, len(token_ids), lambda: self._demand(progress), avoid, progress.deadline_at)
         if account.admitted is None:
-            account.admitted = admitted = await self._placer.admit(wanted, account.allowance.tenant)
+            admitted = await self._placer.admit(wanted, account.allowance.tenant)
+            progress.dispatch = account.let_in(admitted)
             progress.clock.waited(admitted.wait_s)
-            progress.dispatch = admitted.dispatch
             return admitted.placement
+        account.let_go()
         placement, progress.dispatch = await self._placer.place_again(wanted)
         return placement
 
     def _demand(self, progress: Progress) -> Demand:
         num_tokens = len(progress.request.token_ids) + progress.num_relayed
         return self._placer.demand(
-            progress.request, num_tokens, wants_decode=progress.wants_decode, hashes=progress.hashes
+            progress.request,
+            num_tokens,
+            wants_decode=progress.wants_decode,
+            hashes=progress.hashes,
+            num_answers=progress.request.num_choices if progress.account.admitted is None else 1,
         )
 
     async def _run(self, attempt: Attempt, progress: Progress) -> AsyncGenerator[bytes, None]:
         """One attempt, its load counted while it lasts. It may end in a move, which is the next attempt's to follow."""
         dispatch = progress.take_dispatch()
         assert dispatch is not None
-        moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._table, self._rng))
+        moving = asyncio.create_task(moved(attempt, dispatch, lambda: self._demand(progress), self._placer, self._rng))
         try:
             if attempt.permit:
+                metrics.DIRECT.inc()
                 yield attempt.directions
             async with aclosing(attempt.messages()) as messages:
                 async for raw in messages:
@@ -216,7 +223,10 @@ def _permit(progress: Progress, placement: Placement) -> bytes:
 def _attempt_span(progress: Progress, placement: Placement, *, moved: bool = False) -> Span:
     workers = {"prefill": placement.prefill, "decode": placement.decode}
     names = {role: worker.id.name for role, worker in workers.items() if worker is not None}
-    return progress.request.span.child("attempt", moved=moved, after_tokens=len(progress.emitted), **names)
+    reason = "" if moved else placement.reason
+    return progress.request.span.child(
+        "attempt", moved=moved, reason=reason, after_tokens=len(progress.emitted), **names
+    )
 
 
 async def _not_followed(moving: asyncio.Task[Move], followed: Move | None) -> None:
@@ -245,7 +255,7 @@ def _summary(progress: Progress, last: pb.GenerateResponse, attempt: Attempt) ->
         decode=joined(progress.done_before, last.decode_stats) if last.HasField("decode_stats") else None,
         num_retries=progress.num_retries,
         num_moves=progress.num_moves,
-        num_resumes=progress.num_resumes + bool(progress.request.emitted),
+        num_resumes=progress.num_resumes + bool(progress.known),
     )
     return pb.GenerateResponse(
         output_index=served.num_output_tokens,

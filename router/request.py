@@ -25,14 +25,18 @@ class Request:
     num_choices: int = 1  # answers to the one prompt
     echo: bool = False  # the prompt is told before them
     is_direct: bool = False  # the client reads from the decode worker itself
-    emitted: tuple[int, ...] = ()  # tokens of the answer that the client has: it goes on behind them
+    emitted: tuple[tuple[int, ...], ...] = ()  # tokens that the client has of each answer: it goes on behind them
     span: tracing.Span = field(default=tracing.NO_SPAN, compare=False)
+
+    def emitted_of(self, choice: int) -> tuple[int, ...]:
+        return self.emitted[choice] if choice < len(self.emitted) else ()
 
     @property
     def num_known_tokens(self) -> int:
-        """Those of the prompt, and those of the answer that the client has."""
-        return len(self.token_ids) + len(self.emitted)
+        """Those of the prompt, and those that the client has of all answers."""
+        return len(self.token_ids) + sum(map(len, self.emitted))
 
     @property
     def max_new_tokens(self) -> int:
-        return self.sampling.max_tokens - len(self.emitted)
+        """Of all answers together."""
+        return self.num_choices * self.sampling.max_tokens - sum(map(len, self.emitted))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import grpc
 
@@ -25,8 +26,9 @@ _SICK = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA
 class Retries:
     """One for all requests of a router."""
 
-    def __init__(self, policy: RelayPolicy, rng: random.Random) -> None:
+    def __init__(self, policy: RelayPolicy, rng: random.Random, clock: Callable[[], float] = time.monotonic) -> None:
         self.breakers = Breakers()
+        self._clock = clock
         self._policy = policy
         self._rng = rng
         self._budget = RetryBudget()
@@ -35,7 +37,7 @@ class Retries:
     def begin(self) -> None:
         """A request has come. `end` it in a finally."""
         self._num_running += 1
-        self._budget.requested(time.monotonic())
+        self._budget.requested(self._clock())
 
     def end(self) -> None:
         self._num_running -= 1
@@ -48,14 +50,15 @@ class Retries:
         error = failure.error
         metrics.LEG_FAILURES.labels(error.reason).inc()
         if failure.is_connection or error.code in _SICK:
-            self.breakers.failed(failure.worker_id, time.monotonic())
+            self.breakers.failed(failure.worker_id, self._clock())
         if isinstance(error, InvalidArgument):
             raise error
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded(f"the deadline passed after {num_emitted} tokens")
         if num_failures >= self._policy.max_attempts:
             raise AttemptsExhausted(f"{num_failures} attempts failed; the last one: {error}")
-        if not self._budget.take(self._num_running, time.monotonic()):
+        broken = failure.worker_id if failure.is_connection else None
+        if not self._budget.take(self._num_running, self._clock(), broken):
             metrics.RETRIES_REFUSED.inc()
             raise AttemptsExhausted(f"too many requests are being tried again for this one to be; it failed: {error}")
         delay_s: float = min(_MAX_DELAY_S, self._policy.retry_delay_s * 2 ** (num_failures - 1))

@@ -30,6 +30,7 @@ from protos.tls import server_context
 from router.admission import Gate
 from router.card import ModelCard
 from router.config import RouterConfig
+from router.decisions import Decisions
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
@@ -104,12 +105,13 @@ class Router:
         self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
+        self._limits = RateLimits()
         self.inference = InferenceService(
             card,
             self.table,
             self._relay,
             self._gate,
-            RateLimits(),
+            self._limits,
             config.max_prompt_bytes,
             offers_direct=config.direct,
         )
@@ -118,7 +120,9 @@ class Router:
         self._server.add_handlers(SERVICE, self.inference.handlers())
         registrations = WorkersService(self.table, self._links, self._routers)
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, registrations)
-        self._pools = PoolsService(self.table, card.name, self.inference)
+        self._store = _store_of(config)
+        self._decisions = Decisions(self._store, lambda: self.address)
+        self._pools = PoolsService(self.table, card.name, self.inference, self._decisions)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
         self._kserve = KServeService(self.inference, card, self._is_ready)
         if config.kserve:
@@ -197,15 +201,9 @@ class Router:
             self._pools.metrics_address = server.address
 
     def _share(self, stack: AsyncExitStack) -> None:
-        store: Store = MemoryStore()
-        if self._config.store:
-            from router.redis_store import RedisStore  # a fifth of a second, and most routers are alone
-
-            store = RedisStore(self._config.store, self._config.store_namespace)
-        stack.push_async_callback(store.close)
-        router_id = f"{self.address}-{secrets.token_hex(4)}"
-        self._sharing = Sharing(store, router_id, self.address, SharedWorkers(self.table))
-        self._pools.decided = self._sharing.decided
+        stack.push_async_callback(self._store.close)
+        router_id, table = f"{self.address}-{secrets.token_hex(4)}", SharedWorkers(self.table)
+        self._sharing = Sharing(self._store, router_id, self.address, table, self._limits, self._decisions)
         stack.push_async_callback(self._sharing.leave)
         sharing = asyncio.create_task(self._sharing.run())
         stack.push_async_callback(_ended, sharing)
@@ -223,6 +221,15 @@ class Router:
             for worker_id in self.table.silent():
                 await self._links.give_up(worker_id)
             await self.table.wait_changed(_LOOK_S)
+
+
+def _store_of(config: RouterConfig) -> Store:
+    """Raises ValueError for a URL that is none."""
+    if not config.store:
+        return MemoryStore()
+    from router.redis_store import RedisStore  # a fifth of a second, and most routers are alone
+
+    return RedisStore(config.store, config.store_namespace)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

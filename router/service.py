@@ -182,7 +182,7 @@ class InferenceService:
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
                 await self._check_grammar(request)
                 request = replace(request, span=span)
-                allowance.take_tokens(request.num_known_tokens, request.num_choices * request.max_new_tokens)
+                allowance.take_tokens(request.num_known_tokens, request.max_new_tokens)
                 with accounted(allowance, self._gate, request.num_known_tokens) as account:
                     async with aclosing(self._messages(request, clock, deadline_at, account)) as messages:
                         async for raw in messages:
@@ -222,17 +222,19 @@ class InferenceService:
             matcher = await asyncio.to_thread(self._card.grammars.matcher, grammar)
         except GrammarRejected as error:
             raise InvalidArgument(f"{field}: {error}", field=field) from None
-        num_followed = await asyncio.to_thread(matcher.num_followed, request.emitted)
-        if num_followed < len(request.emitted):
-            token_id = request.emitted[num_followed]
-            raise InvalidArgument(f"emitted[{num_followed}] is {token_id}, which {field} rules out", field="emitted")
+        for choice, token_ids in enumerate(request.emitted):
+            num_followed = await asyncio.to_thread(matcher.num_followed, token_ids)
+            if num_followed < len(token_ids):
+                where = f"emitted[{choice}].ids"
+                problem = f"{where}[{num_followed}] is {token_ids[num_followed]}, which {field} rules out"
+                raise InvalidArgument(problem, field=where)
 
     def _context_limit(self) -> TokenLimit:
-        return context_limit(self._card, self._table.max_context_tokens)
+        return context_limit(self._card, self._table.common.max_context_tokens)
 
     def _limit(self) -> TokenLimit:
         context = self._context_limit()
-        cache = self._table.max_sequence_tokens
+        cache = self._table.common.max_sequence_tokens
         if cache is None or cache >= context.num_tokens:
             return context
         return TokenLimit(cache, "the largest KV cache of the workers that decode")

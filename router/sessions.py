@@ -19,7 +19,7 @@ class Sessions:
         return len(self._workers)
 
     def workers_of(self, session_id: str) -> tuple[WorkerId, ...]:
-        """None for a session that is not known, or for the request of none, whose id is empty."""
+        """Empty for a session that is not known, and for a request of none, whose id is empty."""
         return self._workers.get(session_id, ())
 
     def served(self, session_id: str, placement: Placement) -> None:

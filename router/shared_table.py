@@ -53,4 +53,4 @@ class SharedWorkers:
 
 def _sent(worker: Worker) -> SentLoad:
     sent = worker.dispatches
-    return SentLoad(sent.num_decoding, sent.num_coming_blocks, sent.num_unreported_tokens)
+    return SentLoad(sent.num_decoding, sent.num_coming_blocks, sent.num_unreported_tokens, sent.num_coming)

@@ -1,24 +1,24 @@
 """What one router tells the others and learns of them, through a store, beside the requests.
 
-Each puts what it has sent to which worker, so that all place by the load of all; and they agree on roles and drains,
-whichever was asked to change them: of two assignments of one worker the later version holds, and of equal versions the
-one of the greater writer, so that all come to the same, in whatever order they read.
+Each puts what it has sent to which worker and what its keys have used, so that all place by the load of all and count
+limits together. And they agree on roles and drains, whichever was asked to change them: of two assignments of one
+worker the later version holds, and of equal versions the one of the greater writer, so that all come to the same, in
+whatever order they read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from router import metrics
 from router.candidate import WorkerId
-from router.shared_records import Assignment, RouterRecord, SentLoad, VersionedAssignment
+from router.decisions import Decisions
+from router.shared_records import Assignment, KeyUses, RouterRecord, SentLoad, VersionedAssignment
 from router.store import Store, StoreAway
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ _ALONE_EVERY_S = 1.0  # while no other router is known
 _BEAT_S = 1.0  # an unchanged record is put again, which says that its router lives
 _GONE_S = 5.0  # without a beat
 _ASSIGNMENT_TTL_S = 86400.0
-_MAX_DECISIONS = 1000
-_MAX_PENDING = 100  # decisions, while the store is away
 
 Record = TypeVar("Record")
 
@@ -45,9 +43,20 @@ class SharedTable(Protocol):
     def tell_routers(self, addresses: Sequence[str]) -> None: ...
 
 
+class SharedLimits(Protocol):
+    """What `router.rate_limits` gives and takes. What is used elsewhere is told again and again, in running totals."""
+
+    @property
+    def num_changes(self) -> int: ...
+    def used_here(self) -> KeyUses: ...
+    def used_elsewhere(self, router_id: str, uses: KeyUses) -> None: ...
+    def router_left(self, router_id: str) -> None: ...
+
+
 @dataclass(slots=True)
 class _Peer:
     record: RouterRecord
+    raw: bytes  # its beat makes each one another
     heard_at: float
 
 
@@ -60,16 +69,19 @@ class Sharing:
         router_id: str,
         address: str,
         table: SharedTable,
+        limits: SharedLimits,
+        decisions: Decisions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._router_id = router_id
         self._address = address
         self._table = table
+        self._limits = limits
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._known: dict[WorkerId, VersionedAssignment] = {}
-        self._decisions: deque[bytes] = deque(maxlen=_MAX_PENDING)
+        self._decisions = decisions
         self._own = RouterRecord(address, 0)
         self._put_at: float | None = None
         self._is_away = False
@@ -83,16 +95,16 @@ class Sharing:
 
     async def exchange(self) -> None:
         """Once. While the store is away, the others' loads are known for some seconds more, and then are none."""
+        self._forget_silent()  # if this process stood still: what they have used meanwhile is not to be paid for now
         try:
             await self._put_own()
             await self._read_routers()
             await self._agree()
-            await self._write_decisions()
+            await self._decisions.write()
             self._store_answered()
         except StoreAway as error:
             self._store_missed(error)
-        now = self._clock()
-        self._forget([name for name, peer in self._peers.items() if now - peer.heard_at > _GONE_S])
+        self._forget_silent()
         self._table.set_sent_elsewhere(_summed(peer.record.loads for peer in self._peers.values()))
         if self.addresses != self._told:
             self._told = self.addresses
@@ -105,34 +117,33 @@ class Sharing:
         except StoreAway as error:
             logger.info("the other routers will see by themselves that this one has left: %s", error)
 
-    def decided(self, what: str, **details: str | float | bool) -> None:
-        """Keeps a decision for people to read. It gets into the store with the next exchange that succeeds."""
-        entry = {"at": time.time(), "router": self._router_id, "what": what, **details}
-        self._decisions.append(json.dumps(entry).encode())
-
     @property
     def addresses(self) -> list[str]:
         """Of the routers that live, this one first."""
         return [self._address, *sorted(peer.record.address for peer in self._peers.values())]
 
     async def _put_own(self) -> None:
-        loads, now = self._table.sent_loads(), self._clock()
-        if self._put_at is not None and self._own.loads == loads and now - self._put_at < _BEAT_S:
+        loads, num_changes, now = self._table.sent_loads(), self._limits.num_changes, self._clock()
+        is_told = self._own.loads == loads and self._own.uses.number == num_changes
+        if self._put_at is not None and is_told and now - self._put_at < _BEAT_S:
             return
-        self._own = RouterRecord(self._address, self._own.beat + 1, dict(loads))
+        self._put_at = None  # until it has been put, which may fail
+        self._own = RouterRecord(self._address, self._own.beat + 1, dict(loads), self._limits.used_here())
         await self._store.put("routers", self._router_id, self._own.to_bytes(), _GONE_S)
         self._put_at = now
 
     async def _read_routers(self) -> None:
-        records = self._readable(await self._store.records("routers"), RouterRecord.from_bytes)
+        there = dict(await self._store.records("routers"))
+        there.pop(self._router_id, None)
+        as_before = {router_id for router_id, peer in self._peers.items() if there.get(router_id) == peer.raw}
+        news = {router_id: raw for router_id, raw in there.items() if router_id not in as_before}
+        records = self._readable(news, RouterRecord.from_bytes)
         for router_id, record in records.items():
-            known = self._peers.get(router_id)
-            if router_id == self._router_id or (known is not None and known.record.beat == record.beat):
-                continue
-            if known is None:
+            if router_id not in self._peers:
                 logger.info("router %s is there too, at %s", router_id, record.address)
-            self._peers[router_id] = _Peer(record, self._clock())
-        self._forget(self._peers.keys() - records.keys())
+            self._peers[router_id] = _Peer(record, news[router_id], self._clock())
+            self._limits.used_elsewhere(router_id, record.uses)
+        self._forget(self._peers.keys() - as_before - records.keys())
 
     async def _agree(self) -> None:
         """Takes what others have assigned, and puts what was assigned here, or has got lost in the store."""
@@ -155,15 +166,6 @@ class Sharing:
             return known
         return VersionedAssignment(assignment, known.version + 1, self._router_id)
 
-    async def _write_decisions(self) -> None:
-        while self._decisions:
-            decision = self._decisions.popleft()
-            try:
-                await self._store.append("decisions", decision, _MAX_DECISIONS)
-            except StoreAway:
-                self._decisions.appendleft(decision)
-                raise
-
     def _readable(self, raw_records: Mapping[str, bytes], read: Callable[[bytes], Record]) -> dict[str, Record]:
         """Another version of this program may share the store."""
         records: dict[str, Record] = {}
@@ -176,9 +178,14 @@ class Sharing:
                 self._strange.add(name)
         return records
 
+    def _forget_silent(self) -> None:
+        now = self._clock()
+        self._forget([name for name, peer in self._peers.items() if now - peer.heard_at > _GONE_S])
+
     def _forget(self, router_ids: Iterable[str]) -> None:
         for router_id in list(router_ids):
             del self._peers[router_id]
+            self._limits.router_left(router_id)
             logger.info("router %s has left", router_id)
 
     def _store_answered(self) -> None:

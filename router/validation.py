@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from model.chat_template import ChatMessage
@@ -54,7 +54,7 @@ class UnresolvedRequest:
     session_id: str = ""
     num_choices: int = 1
     echo: bool = False
-    emitted: tuple[int, ...] = ()
+    emitted: tuple[tuple[int, ...], ...] = ()
     is_direct: bool = False
 
 
@@ -100,7 +100,10 @@ def resolve(
     sampling = _sampling(unresolved.sampling, card, room, drawn_seed)
     has_seed = unresolved.sampling.HasField("seed")
     check_emitted(unresolved.emitted, sampling, num_choices=unresolved.num_choices, has_seed=has_seed)
-    _check_in_vocabulary("emitted", unresolved.emitted, card)
+    for choice, emitted in enumerate(unresolved.emitted):
+        _check_in_vocabulary(f"emitted[{choice}].ids", emitted, card)
+    if any(unresolved.emitted):  # the prompt was told before them
+        sampling = replace(sampling, num_prompt_logprobs=None)
     if sampling.max_tokens > room:
         raise InvalidArgument(
             f"sampling.max_tokens is {sampling.max_tokens}; it must be at most {room}: "
@@ -115,7 +118,7 @@ def resolve(
         priority=unresolved.priority,
         session_id=unresolved.session_id,
         num_choices=unresolved.num_choices,
-        echo=unresolved.echo and not unresolved.emitted,
+        echo=unresolved.echo and not any(unresolved.emitted),
         emitted=unresolved.emitted,
         is_direct=unresolved.is_direct,
     )
@@ -184,7 +187,7 @@ def _unresolved(
         session_id=_name("session_id", message.session_id, MAX_SESSION_ID_CHARACTERS) if has("session_id") else "",
         num_choices=_within("n", message.n, 1, MAX_CHOICES) if has("n") else 1,
         echo=isinstance(message, pb.GenerateRequest) and message.echo,
-        emitted=tuple(message.emitted.ids[: card.max_context_tokens + 1]),
+        emitted=tuple(tuple(each.ids[: card.max_context_tokens + 1]) for each in message.emitted[: MAX_CHOICES + 1]),
     )
 
 

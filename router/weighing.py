@@ -11,7 +11,7 @@ from router.candidate import Candidate, Role, WorkerId
 from router.config import PlacementPolicy
 from router.demand import Demand
 from router.fleet import Entry, Fleet, Lines, Pools
-from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_free_blocks_at, tpot_of
+from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_active_at, num_free_blocks_at, stepped, tpot_of
 
 _MATCHED_AT_MOST = 12  # workers with the longest prefixes are looked at, beside the least loaded ones
 
@@ -51,21 +51,28 @@ class Weighing:
         self._policy = policy
         self._now = fleet.now
         self._typical = fleet.typical
-        self._alike = self._typical.rounded()
         longest = demand.prefix.longest(rng, _MATCHED_AT_MOST)
         self._longest = [worker for worker, _ in longest]
         self._cached = {worker.name: num_blocks * demand.block_size for worker, num_blocks in longest}
         self.knows_prefill = self._typical.token_s is not None
         self.knows_decode = self._typical.sequence_s is not None
 
-    def pick(self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]) -> Pick | None:
+    def pick(
+        self,
+        lines: Iterable[Lines],
+        rank: Callable[[Entry], Rank],
+        others: Iterable[Entry],
+        may_have_room: Callable[[Entry], bool],
+    ) -> Pick | None:
         """The best at the heads of the lines and of the `others`, who may have a reason to come before these.
+
+        Behind a head that is beyond its limits only those are looked at that `may_have_room`, at a glance.
 
         Workers to avoid, or whose cache is too small, are taken only if there is no other.
         """
         lines = [each for each in lines if len(each)]
         best: Pick | None = None
-        for entry, entry_rank in self._found(lines, rank, others):
+        for entry, entry_rank in self._found(lines, rank, others, may_have_room):
             if best is None or entry_rank < best.rank:
                 best = Pick(entry, entry_rank)
         if best is not None:
@@ -76,14 +83,18 @@ class Weighing:
         return min(picks, key=lambda pick: (pick.misfit, pick.rank), default=None)
 
     def _found(
-        self, lines: Iterable[Lines], rank: Callable[[Entry], Rank], others: Iterable[Entry]
+        self,
+        lines: Iterable[Lines],
+        rank: Callable[[Entry], Rank],
+        others: Iterable[Entry],
+        may_have_room: Callable[[Entry], bool],
     ) -> Iterator[tuple[Entry, Rank]]:
         """Of a line the first, and if that is beyond its limits the first that is not: nobody behind costs less."""
         for each in lines:
             for walk in each.walks(self._rng):
                 is_first = True
                 for entry in walk:
-                    if (is_first or self._may_have_room(entry.worker)) and self.is_plain(entry.worker):
+                    if (is_first or may_have_room(entry)) and self.is_plain(entry.worker):
                         entry_rank = rank(entry)
                         if is_first or not entry_rank[0]:
                             yield entry, entry_rank
@@ -94,13 +105,12 @@ class Weighing:
             if self.is_plain(entry.worker):
                 yield entry, rank(entry)
 
-    def _may_have_room(self, worker: Candidate) -> bool:
-        """Seen at a glance: where all are full, all are looked at."""
-        if worker.role is Role.PREFILL:
-            return False  # it has more to do than one that is beyond its limits
-        most = self._policy.limits.max_sequences or worker.max_running
-        has_blocks = worker.num_free_blocks >= self._demand.num_blocks or worker.releases
-        return bool(has_blocks) and not (most and worker.num_active >= most)
+    def may_decode(self, entry: Entry, in_s: float | None = None) -> bool:
+        """`in_s`: as below; None where it prefills itself."""
+        worker = entry.worker
+        if worker.num_free_blocks < min(self._demand.num_blocks_together, worker.num_blocks) and not worker.releases:
+            return False
+        return not self._has_too_many(worker, self._queue_s(entry) if in_s is None else in_s)
 
     def is_plain(self, worker: Candidate) -> bool:
         return self._may_take(worker) and self._misfit(worker) == (False, False)
@@ -130,44 +140,64 @@ class Weighing:
         return self._num_prompt_tokens - self.num_cached(worker)
 
     def pace(self, entry: Entry) -> Pace:
-        """As measured; the others' mean where it has not measured itself."""
-        return Pace(
-            entry.measured.token_s or self._typical.token_s, entry.measured.sequence_s or self._typical.sequence_s
-        )
+        """As measured; what is typical where it has not measured itself."""
+        return Pace(entry.aged.token_s or self._typical.token_s, entry.aged.sequence_s or self._typical.sequence_s)
+
+    def byte_s(self, sender: Candidate) -> float:
+        """To hand over a byte from there."""
+        typical = Pace(None, None, self._typical.byte_s or 1.0 / self._policy.transfer_bytes_per_s)
+        return Pace.of(sender).aged(sender, typical).byte_s or typical.byte_s or 0.0
 
     def for_prefill(self, entry: Entry) -> Rank:
         worker = entry.worker
-        cost = self._token_s(entry) * (worker.num_queued_tokens + self.num_uncached(worker))
+        cost = self._token_s(entry) * (worker.num_queued_tokens + self.num_uncached(worker)) + self._held_up_s(entry)
         if worker.id in self._demand.session:
             cost -= self._policy.affinity_s if self.knows_prefill else self._num_prompt_tokens
         return self._prefill_is_beyond(entry), cost, 0.0, 0.0, self._rng.random()
 
-    def for_decode(self, entry: Entry, in_s: float) -> Rank:
-        """`in_s`: when the prompt will have been computed elsewhere, and its KV be here."""
+    def for_decode(self, entry: Entry, in_s: float, byte_s: float) -> Rank:
+        """`in_s`: when the prompt will have been computed elsewhere, and its KV be here. `byte_s`: to send it here."""
         worker = entry.worker
         cost = self._decode_cost(entry)
         if self.knows_prefill:
-            cost += self.transfer_s(worker)
+            cost += self._sent_bytes(worker) * byte_s
         if worker.id in self._demand.session:
             cost -= self._policy.affinity_s if self.knows_decode else self._unmeasured_sequence(entry)
         held, free = self.num_cached(worker), worker.num_free_blocks
         return self._decode_is_beyond(entry, in_s), cost, -held, -free, self._rng.random()
 
+    def for_move(self, entry: Entry, byte_s: float, may_wait: bool) -> Rank:
+        """Of a sequence that runs elsewhere and has to leave: it needs its blocks at once."""
+        worker = entry.worker
+        is_beyond = worker.num_free_blocks < self._demand.num_blocks
+        is_beyond = is_beyond or (not may_wait and self._has_too_many(worker, 0.0))
+        return is_beyond, *self.for_decode(entry, 0.0, byte_s)[1:]
+
     def for_both(self, entry: Entry) -> Rank:
         is_beyond, cost, _, _, chance = self.for_prefill(entry)
-        queue_s = self._token_s(entry) * entry.worker.num_queued_tokens if self.knows_prefill else 0.0
-        is_beyond = is_beyond or self._decode_is_beyond(entry, queue_s)
+        is_beyond = is_beyond or self._decode_is_beyond(entry, self._queue_s(entry))
         held, free = self.num_cached(entry.worker), entry.worker.num_free_blocks
         return is_beyond, cost + self._decode_cost(entry), -held, -free, chance
 
-    def transfer_s(self, worker: Candidate) -> float:
-        """For what the decode worker does not hold. It hides behind computing, and yet takes its share of both."""
-        return self.num_uncached(worker) * self._demand.token_bytes / self._policy.transfer_bytes_per_s
+    def _sent_bytes(self, worker: Candidate) -> float:
+        """What the decode worker does not hold. Sending hides behind computing, and yet takes its share of both."""
+        return self.num_uncached(worker) * self._demand.token_bytes
+
+    def _held_up_s(self, sender: Entry) -> float:
+        """By how much a link that is far slower than others holds up the hand-over: it does not hide any more."""
+        if not sender.speed.link or not self._demand.wants_decode or not self.knows_prefill:
+            return 0.0
+        typical_s = (self._typical.byte_s or 0.0) * self._num_prompt_tokens * self._demand.token_bytes
+        hidden_s = max(typical_s, self._token_s(sender) * self.num_uncached(sender.worker))
+        return max(0.0, (stepped(typical_s, sender.speed.link) or 0.0) - hidden_s)
 
     def ready_in_s(self, prefill: Entry) -> float:
         """Until the prompt has been computed there; now, where that is not known."""
         num_tokens = prefill.worker.num_queued_tokens + self.num_uncached(prefill.worker)
         return self._token_s(prefill) * num_tokens if self.knows_prefill else 0.0
+
+    def _queue_s(self, entry: Entry) -> float:
+        return self._token_s(entry) * entry.worker.num_queued_tokens if self.knows_prefill else 0.0
 
     def holds_up_nobody(self, entry: Entry) -> bool:
         """Whether a decode worker's sequences would hardly feel it if it prefilled this prompt, too."""
@@ -176,10 +206,11 @@ class Weighing:
         return most_s > 0 and knows and self._token_s(entry) * self.num_uncached(entry.worker) <= most_s
 
     def _token_s(self, entry: Entry) -> float:
-        return entry.pace.token_s or self._alike.token_s or 1.0
+        return stepped(self._typical.token_s, entry.speed.token) or 1.0
 
     def _decode_cost(self, entry: Entry) -> float:
-        num_active, sequence_s = entry.worker.num_active, entry.pace.sequence_s or self._alike.sequence_s
+        num_active = entry.worker.num_active
+        sequence_s = stepped(self._typical.sequence_s, entry.speed.sequence)
         if sequence_s is None:
             return self._unmeasured_sequence(entry) * num_active
         return EXPECTED_OUTPUT_TOKENS * tpot_of(sequence_s, num_active + 1)
@@ -195,11 +226,21 @@ class Weighing:
         return self._token_s(entry) * num_queued > limits.max_backlog_s
 
     def _decode_is_beyond(self, entry: Entry, in_s: float) -> bool:
-        worker, most = entry.worker, self._policy.limits.max_sequences or entry.worker.max_running
-        if most and worker.num_active >= most:
+        worker = entry.worker
+        if self._has_too_many(worker, in_s):
             return True
         free: float = worker.num_free_blocks
         if in_s > 0.0:
-            sequence_s = entry.measured.sequence_s or self._typical.sequence_s
+            sequence_s = entry.aged.sequence_s or self._typical.sequence_s
             free = num_free_blocks_at(worker, self._now, in_s, sequence_s, self._demand.block_size)
-        return free < min(self._demand.num_blocks, worker.num_blocks)  # what fits at all has room when all is free
+        # what fits at all has room when all is free
+        return free < min(self._demand.num_blocks_together, worker.num_blocks)
+
+    def _has_too_many(self, worker: Candidate, in_s: float) -> bool:
+        """Whether the sequences that it will run then and those that would come leave none waiting. An idle worker
+        takes any number."""
+        most = self._policy.limits.max_sequences or worker.max_running
+        if not most:
+            return False
+        num_beside = most - min(self._demand.num_answers, most)
+        return worker.num_active > num_beside and num_active_at(worker, self._now, in_s, most) >= num_beside + 1

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from protos.errors import FailedPrecondition, ServiceError
-from router.candidate import Role
+from router.candidate import Candidate, Role
 from router.dispatch import Dispatches
 from router.profile import WorkerProfile
 from router.shared_records import SentLoad
@@ -35,6 +35,10 @@ class WorkerLoad:
     decode_step_s: float = 0.0
     decode_batch: float = 0.0
     tokens_per_step: float = 0.0
+    prefill_age_s: float = 0.0  # of the last measurement
+    decode_age_s: float = 0.0
+    transfer_bytes: float = 0.0  # of hand-overs lately, old ones less, and for how long they were under way
+    transfer_s: float = 0.0
 
 
 class DumpCache:
@@ -71,3 +75,31 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.fingerprint = self.profile.layout.fingerprint  # it is a hash, and asked for with each placement
+
+    def candidate(self, is_ready: bool, now: float) -> Candidate:
+        """As placement sees it."""
+        load, sent, other = self.load, self.dispatches, self.sent_elsewhere
+        return Candidate(
+            id=self.profile.id,
+            address=self.profile.address,
+            role=self.role,
+            is_ready=is_ready,
+            fingerprint=self.fingerprint,
+            num_blocks=self.profile.num_blocks,
+            num_queued_tokens=load.queued_prefill_tokens + sent.num_unreported_tokens + other.num_unreported_tokens,
+            num_active=max(load.num_running + load.num_waiting, sent.num_decoding + other.num_decoding),
+            num_coming=sent.num_coming + other.num_coming,
+            stay_s=sent.stay_s,
+            num_free_blocks=load.num_free_blocks - sent.num_coming_blocks - other.num_coming_blocks,
+            max_context_tokens=self.profile.max_context_tokens,
+            max_running=self.profile.max_running,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+            decode_batch=load.decode_batch,
+            tokens_per_step=load.tokens_per_step,
+            prefill_age_s=load.prefill_age_s,
+            decode_age_s=load.decode_age_s,
+            transfer_bytes=load.transfer_bytes,
+            transfer_s=load.transfer_s,
+            releases=sent.releases(now),
+        )

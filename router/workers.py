@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, NotFound
 from router.cache_changes import CacheChanges
-from router.candidate import Candidate, Role, WorkerId
+from router.candidate import Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
 from router.fleet import Fleet
 from router.placement import Placement
 from router.prefix_index import PrefixIndex
-from router.profile import WorkerProfile, refuse_misfit
+from router.profile import Common, WorkerProfile, common_of, refuse_misfit
 from router.shared_records import SentLoad
 from router.worker import DumpCache, Replaced, Worker, WorkerLoad, WorkerState
 
@@ -38,7 +38,9 @@ class WorkerTable:
         self._tokenizer_digest = tokenizer_digest
         self._clock = clock
         self._workers: dict[str, Worker] = {}
+        self._lost: dict[str, Worker] = {}
         self._changed = asyncio.Event()
+        self._common: Common | None = None  # as of the last change
         self._fleet = Fleet()
         self._stale: set[Worker] = set()  # not yet in the fleet as they are now
         self._by_age: dict[Worker, None] = {}  # the one first that was heard of longest ago, unless it is silent
@@ -52,8 +54,8 @@ class WorkerTable:
         Raises:
             FailedPrecondition: it does not fit the others; the message names the first difference.
         """
-        others = [other.profile for other in self._present() if other.profile.id.name != profile.id.name]
-        refuse_misfit(profile, others, self._tokenizer_digest)
+        others = (other.profile for other in self._present() if other.profile.id.name != profile.id.name)
+        refuse_misfit(profile, next(others, None), self._tokenizer_digest)
         known = self._workers.get(profile.id.name)
         same_process = known is not None and known.profile.id == profile.id
         role = known.role if known is not None and same_process else profile.role
@@ -63,15 +65,14 @@ class WorkerTable:
             known.commands.put_nowait(
                 None if same_process else Replaced(f"another process has registered as {profile.id.name!r}")
             )
-        for name in [name for name, other in self._workers.items() if self._is_forgotten(other)]:
-            del self._workers[name]
-            self._fleet.remove(name)
+        self._forget()
         worker = Worker(profile, role, load, self._clock(), is_drained=is_drained)
         if known is not None and same_process:
             worker.dispatches, known.dispatches = known.dispatches, Dispatches()  # what runs there still does
         worker.dispatches.on_change = partial(self._stale.add, worker)
         self._heard(worker)
         self._workers[profile.id.name] = worker
+        self._lost.pop(profile.id.name, None)
         self.prefixes.join(profile.id, profile.num_blocks)
         self._tell_dispatches(worker)
         self._notify()
@@ -99,6 +100,8 @@ class WorkerTable:
         if worker.load.state is not WorkerState.LOST:
             self.prefixes.leave(worker.profile.id)
         worker.load = WorkerLoad(WorkerState.LOST)
+        if self._workers.get(worker.profile.id.name) is worker:  # else it was replaced
+            self._lost[worker.profile.id.name] = worker
         self._heard(worker)
         self._notify()
 
@@ -166,6 +169,7 @@ class WorkerTable:
             prefill=None if prefill is None else prefill.dispatches,
             decode=None if decode is None else decode.dispatches,
             eased=self.on_eased,
+            clock=self._clock,
         )
         if at_most is not None and (answer_s := placement.answer_s(at_most[0])) is not None:
             dispatch.ends_at, dispatch.num_blocks_in_all = dispatch.at + answer_s, at_most[1]
@@ -182,7 +186,7 @@ class WorkerTable:
             self._stale.add(oldest)
         for worker in self._stale:
             if self._workers.get(worker.profile.id.name) is worker:
-                self._fleet.put(self._candidate(worker, now))
+                self._fleet.put(worker.candidate(self._is_ready(worker), now))
         self._stale.clear()
         return self._fleet
 
@@ -204,25 +208,15 @@ class WorkerTable:
         return self._clock() - worker.reported_at
 
     @property
+    def common(self) -> Common:
+        """Asked several times for each request, while workers seldom come and go."""
+        if self._common is None:
+            self._common = common_of([(worker.profile, worker.role) for worker in self._present()])
+        return self._common
+
+    @property
     def layout(self) -> KVLayout | None:
-        """What all workers have in common; None if there is none."""
-        return next((worker.profile.layout for worker in self._present()), None)
-
-    @property
-    def max_context_tokens(self) -> int | None:
-        """The least that a worker was told to take, so that all can serve what is taken; None if none was told."""
-        told = [worker.profile.max_context_tokens for worker in self._present()]
-        return min((tokens for tokens in told if tokens is not None), default=None)
-
-    @property
-    def max_sequence_tokens(self) -> int | None:
-        """What the largest cache that can decode holds; None if there is none."""
-        sizes = [
-            worker.profile.num_blocks * worker.profile.layout.block_size
-            for worker in self._present()
-            if Role.DECODE in worker.role
-        ]
-        return max(sizes, default=None)
+        return self.common.layout
 
     async def wait_changed(self, timeout_s: float) -> None:
         """Until a worker came, went, or changed its role or state; or the time is over."""
@@ -256,40 +250,26 @@ class WorkerTable:
         worker.dispatches.reported(worker.reported_at - _SETTLE_S)
 
     def _notify(self) -> None:
+        self._common = None
         self._changed.set()
         self._changed = asyncio.Event()
         self.on_changed()
+
+    def _forget(self) -> None:
+        for name, worker in list(self._lost.items()):
+            if self._is_forgotten(worker):
+                del self._lost[name], self._workers[name]
+                self._fleet.remove(name)
 
     def _is_forgotten(self, worker: Worker) -> bool:
         was_lost = worker.load.state is WorkerState.LOST and self.age_s(worker) > _REMEMBER_LOST_S
         return was_lost and not worker.dispatches
 
-    def _present(self) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.load.state is not WorkerState.LOST]
+    def _present(self) -> Iterator[Worker]:
+        return (worker for worker in self._workers.values() if worker.load.state is not WorkerState.LOST)
 
     def _is_ready(self, worker: Worker) -> bool:
         return self.state(worker) is WorkerState.READY and worker.is_reachable
-
-    def _candidate(self, worker: Worker, now: float) -> Candidate:
-        load, sent, other = worker.load, worker.dispatches, worker.sent_elsewhere
-        return Candidate(
-            id=worker.profile.id,
-            address=worker.profile.address,
-            role=worker.role,
-            is_ready=self._is_ready(worker),
-            fingerprint=worker.fingerprint,
-            num_blocks=worker.profile.num_blocks,
-            num_queued_tokens=load.queued_prefill_tokens + sent.num_unreported_tokens + other.num_unreported_tokens,
-            num_active=max(load.num_running + load.num_waiting, sent.num_decoding + other.num_decoding),
-            num_free_blocks=load.num_free_blocks - sent.num_coming_blocks - other.num_coming_blocks,
-            max_context_tokens=worker.profile.max_context_tokens,
-            max_running=worker.profile.max_running,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
-            decode_batch=load.decode_batch,
-            tokens_per_step=load.tokens_per_step,
-            releases=sent.releases(now),
-        )
 
 
 def _is_leaving(worker: Worker) -> bool:

@@ -156,7 +156,6 @@ class KernelMoE:
         self, kernels: ctypes.CDLL, experts: Sequence[Expert], router: Tensor, num_experts_per_token: int
     ) -> None:
         self._call = kernels.mixture
-        self._num_per_token = num_experts_per_token
         self._router = router.contiguous()
         self._kept = [[getattr(expert, name).contiguous() for expert in experts] for name in ("gate", "up", "down")]
         type_of_all = _common_type([self._router, *(matrix for matrices in self._kept for matrix in matrices)])

@@ -12,7 +12,7 @@ from deploy.local import LocalCluster
 from protos.client import PdserveClient
 from protos.values import Sampling
 from tests.cluster.asking import Answered, ask, assert_at_rest
-from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config, until
+from tests.cluster.timed_cluster import ask_all, busy_decode_worker, expected, prompts, timed_config, until
 from tests.cluster.tiny_model import TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,10 +51,10 @@ async def test_same_as_through_the_router(cluster: LocalCluster, client: Pdserve
 async def test_drained_while_they_run(cluster: LocalCluster, client: PdserveClient) -> None:
     asked = prompts(NUM_STREAMS, range(20, 200), seed=21)
     tasks = await ask_all(client, asked, NUM_TOKENS)
-    await until(cluster, "decode-0", lambda worker: worker.num_running >= NUM_STREAMS // 4)
-    await client.set_draining("decode-0", True)
-    await until(cluster, "decode-0", lambda worker: (worker.num_running, worker.num_used_blocks) == (0, 0))
-    await client.set_draining("decode-0", False)
+    source = await busy_decode_worker(cluster, NUM_STREAMS // 4)
+    await client.set_draining(source, True)
+    await until(cluster, source, lambda worker: (worker.num_running, worker.num_used_blocks) == (0, 0))
+    await client.set_draining(source, False)
     answers = await asyncio.gather(*tasks)
     check(asked, answers)
     assert sum(answered.usage.num_moves for answered in answers) >= NUM_STREAMS // 4
@@ -65,8 +65,7 @@ async def test_drained_while_they_run(cluster: LocalCluster, client: PdserveClie
 async def test_decode_worker_killed_under_load(cluster: LocalCluster, client: PdserveClient) -> None:
     asked = prompts(NUM_STREAMS, range(20, 200), seed=22)
     tasks = await ask_all(client, asked, NUM_TOKENS)
-    await until(cluster, "decode-1", lambda worker: worker.num_running >= NUM_STREAMS // 4)
-    await cluster.kill("decode-1")
+    await cluster.kill(await busy_decode_worker(cluster, NUM_STREAMS // 4))
     answers = await asyncio.gather(*tasks)
     check(asked, answers)
     assert any(answered.usage.num_resumes for answered in answers)

@@ -15,7 +15,7 @@ from deploy.local import LocalCluster
 from protos.client import PdserveClient
 from protos.values import Sampling
 from tests.cluster.asking import Answered, ask, assert_at_rest
-from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config, until
+from tests.cluster.timed_cluster import ask_all, busy_decode_worker, expected, prompts, timed_config, until
 from tests.cluster.tiny_model import TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,12 +41,17 @@ def check(asked: list[list[int]], answers: list[Answered]) -> int:
     return sum(answered.usage.num_moves for answered in answers)
 
 
+def _other(decode_worker: str) -> str:
+    return "decode-1" if decode_worker == "decode-0" else "decode-0"
+
+
 async def test_drained_to_and_fro(cluster: LocalCluster) -> None:
     asked = prompts(NUM_STREAMS, range(20, 300), seed=11)
     async with PdserveClient(cluster.router_address) as client:
         tasks = await ask_all(client, asked, NUM_TOKENS)
-        await until(cluster, "decode-0", lambda worker: worker.num_running >= NUM_STREAMS // 3)
-        for source, other in (("decode-0", "decode-1"), ("decode-1", "decode-0")):
+        first = await busy_decode_worker(cluster, NUM_STREAMS // 3)
+        second = _other(first)
+        for source, other in ((first, second), (second, first)):
             await client.set_draining(source, True)
             await until(cluster, source, lambda worker: worker.state == "draining" and worker.num_requests == 0)
             await until(cluster, source, lambda worker: (worker.num_running, worker.num_used_blocks) == (0, 0))
@@ -63,13 +68,13 @@ async def test_signal_moves_what_runs(cluster: LocalCluster) -> None:
     asked = prompts(NUM_STREAMS, range(20, 300), seed=12)
     async with PdserveClient(cluster.router_address) as client:
         tasks = await ask_all(client, asked, NUM_TOKENS)
-        await until(cluster, "decode-1", lambda worker: worker.num_running >= NUM_STREAMS // 3)
-        os.kill(cluster.pid("decode-1"), signal.SIGTERM)
-        await until(cluster, "decode-1", lambda worker: worker.state == "lost")
+        leaving = await busy_decode_worker(cluster, NUM_STREAMS // 3)
+        os.kill(cluster.pid(leaving), signal.SIGTERM)
+        await until(cluster, leaving, lambda worker: worker.state == "lost")
         assert not any(task.done() for task in tasks)
         answers = await asyncio.gather(*tasks)
     assert check(asked, answers) >= NUM_STREAMS // 3
-    await cluster.restart("decode-1")
+    await cluster.restart(leaving)
     await assert_at_rest(cluster)
 
 
@@ -105,17 +110,18 @@ async def test_clients_leave_and_workers_die_while_it_is_moved(cluster: LocalClu
     async with PdserveClient(cluster.router_address) as client:
         kept = await ask_all(client, asked[:6], NUM_TOKENS)
         leaving = [asyncio.create_task(ask_and_leave(client, p, rng.uniform(1, 3))) for p in asked[6:]]
-        await until(cluster, "decode-0", lambda worker: worker.num_running >= 6)
+        first = await busy_decode_worker(cluster, 6)
+        second = _other(first)
         for _ in range(3):
-            for source in ("decode-0", "decode-1"):
+            for source in (first, second):
                 await client.set_draining(source, True)
                 await asyncio.sleep(rng.uniform(0.1, 0.5))
                 await client.set_draining(source, False)
-        await client.set_draining("decode-0", True)
+        await client.set_draining(first, True)
         await asyncio.sleep(0.1)
-        await cluster.kill("decode-1")  # while sequences are being moved there
-        await client.set_draining("decode-0", False)
-        await cluster.restart("decode-1")
+        await cluster.kill(second)  # while sequences are being moved there
+        await client.set_draining(first, False)
+        await cluster.restart(second)
         for prompt, answered in zip(asked[:6], await asyncio.gather(*kept), strict=True):
             assert answered.token_ids == expected(prompt, NUM_TOKENS)
         await asyncio.gather(*leaving)

@@ -16,7 +16,7 @@ from deploy.local import LocalCluster
 from protos.client import PdserveClient
 from protos.values import Sampling
 from tests.cluster.asking import Answered, ask, assert_at_rest
-from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config, until
+from tests.cluster.timed_cluster import ask_all, busy_decode_worker, expected, prompts, timed_config, until
 from tests.cluster.tiny_model import TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,9 +58,9 @@ async def test_decode_worker_killed_mid_decode(cluster: LocalCluster) -> None:
     asked = prompts(NUM_STREAMS, range(20, 200), seed=1)
     async with PdserveClient(cluster.router_address) as client:
         tasks = await ask_all(client, asked, 150)
-        await until(cluster, "decode-1", lambda worker: worker.num_running >= NUM_STREAMS // 2)
+        victim = await busy_decode_worker(cluster, NUM_STREAMS // 2)
         await asyncio.sleep(0.3)
-        await cluster.kill("decode-1")
+        await cluster.kill(victim)
         answers = await asyncio.gather(*tasks)
     for prompt, answered in zip(asked, answers, strict=True):
         assert answered.token_ids == expected(prompt, 150)

@@ -137,6 +137,30 @@ async def test_answers_to_one_prompt_share_its_prefill(cluster: LocalCluster, le
     await assert_at_rest(cluster)
 
 
+@pytest.mark.parametrize("cuts", [(1, 7, 0), (11, 2, 10)])
+async def test_answers_go_on_behind_what_is_known_of_them(cluster: LocalCluster, cuts: tuple[int, ...]) -> None:
+    """Another router could be asked: text, logprobs and tokens join what there was."""
+    rng = random.Random(7)
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(33)]
+    sampling = Sampling(temperature=1, seed=9, max_tokens=12, ignore_eos=True, logprobs=3)
+    async with PdserveClient(cluster.router_address) as client:
+        parts = [part async for part in client.generate(prompt, n=3, sampling=sampling)]
+        whole = [[part for part in parts if isinstance(part, Chunk) and part.choice == choice] for choice in range(3)]
+        tokens = [[token for part in of_one for token in part.token_ids] for of_one in whole]
+        emitted = [known[:cut] for known, cut in zip(tokens, cuts, strict=True)]
+        parts = [part async for part in client.generate(prompt, n=3, sampling=sampling, emitted=emitted)]
+    for choice, cut in enumerate(cuts):
+        rest = [part for part in parts if isinstance(part, Chunk) and part.choice == choice]
+        assert [token for part in rest for token in part.token_ids] == tokens[choice][cut:]
+        before = [part for part in whole[choice] if part.output_index < cut]
+        assert "".join(part.text for part in [*before, *rest]) == "".join(part.text for part in whole[choice])
+        logprobs = [each for part in rest for each in part.logprobs]
+        expected = [each for part in whole[choice] for each in part.logprobs][cut:]
+        assert [each.token_id for each in logprobs] == [each.token_id for each in expected]
+        assert [each.logprob for each in logprobs] == pytest.approx([each.logprob for each in expected], abs=1e-4)
+    await assert_at_rest(cluster)
+
+
 async def test_stop_on_the_first_token(cluster: LocalCluster, tiny_moe: TinyModel) -> None:
     rng = random.Random(3)
     async with PdserveClient(cluster.router_address) as client:

@@ -104,6 +104,7 @@ async def test_a_prompt_that_a_decode_worker_holds_is_prefilled_there(tiny_moe: 
         first = await served(cluster, [*beginning, *tokens(rng, OWN)])
         assert first.disaggregated
         await until(cluster, "prefill-0", lambda worker: worker.prefill_tokens_per_s > 0)
+        await until(cluster, "prefill-0", lambda worker: worker.transfer_bytes_per_s > 0)
         workers = await cluster.workers()
         (holder,) = [name for name in ("decode-0", "decode-1") if workers[name].decode_step_s > 0]
         await until(cluster, holder, lambda worker: (worker.num_known_blocks or 0) >= (SHARED + OWN) // 16)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest_asyncio
@@ -18,6 +19,7 @@ from protos.errors import ServiceError
 from protos.status_values import Status
 from protos.values import Sampling
 from tests.cluster.asking import Answered, ask
+from tests.cluster.cuttable import Cuttable, cuttable
 from tests.cluster.timed_cluster import ask_all, expected, prompts, timed_config
 from tests.cluster.tiny_model import TinyModel
 from tests.router.redis_server import RedisServer
@@ -35,24 +37,29 @@ class Pair:
     first: PdserveClient
     second: PdserveClient
     either: PdserveClient  # asks the first as long as it is there
+    directly: PdserveClient  # so does this, and reads at the workers
+    link: Cuttable  # from the second to Redis
     second_process: ChildProcess
 
 
 @pytest_asyncio.fixture
 async def pair(tiny_moe: TinyModel, tmp_path: Path) -> AsyncIterator[Pair]:
     with RedisServer() as redis:
-        arguments = ("--store", redis.url)
+        arguments, via_link = ("--store", redis.url, "--direct"), ("--store", f"{redis.url}.link", "--direct")
+        socket = Path(redis.url.removeprefix("unix://"))
         async with (
+            cuttable(Path(f"{socket}.link"), socket) as link,
             LocalCluster(timed_config(tiny_moe, tmp_path, num_prefill=1, router_arguments=arguments)) as cluster,
-            second_router(tiny_moe, tmp_path, arguments) as (process, address),
+            second_router(tiny_moe, tmp_path, via_link) as (process, address),
             PdserveClient(cluster.router_address) as first,
             PdserveClient(address) as second,
             PdserveClient(f"{cluster.router_address},{address}") as either,
+            PdserveClient(f"{cluster.router_address},{address}", direct=True) as directly,
         ):
             await until(
                 second, lambda status: {w.state for w in status.workers} == {"ready"} and len(status.workers) == 3
             )
-            yield Pair(cluster, redis, first, second, either, process)
+            yield Pair(cluster, redis, first, second, either, directly, link, process)
 
 
 @asynccontextmanager
@@ -106,6 +113,15 @@ async def test_two_routers_agree_and_outlive_each_other_and_their_store(pair: Pa
     await pair.second.set_draining("decode-0", draining=False)
     await until(pair.first, lambda status: {w.worker_id: w.state for w in status.workers}["decode-0"] == "ready")
 
+    pair.link.is_whole.clear()
+    await pair.first.set_role("decode-1", "decode")
+    await asyncio.gather(answers_of(pair.first, 9), answers_of(pair.second, 10))
+    assert roles(await pair.second.get_status())["decode-1"] == "both"  # nobody could tell it
+    pair.link.is_whole.set()
+    await until(pair.second, lambda status: roles(status)["decode-1"] == "decode")
+    await pair.second.set_role("decode-1", "both")
+    await until(pair.first, lambda status: roles(status)["decode-1"] == "both")
+
     pair.redis.kill()
     await asyncio.gather(answers_of(pair.first, 3), answers_of(pair.second, 4))
     await pair.first.set_role("decode-1", "decode")
@@ -117,21 +133,24 @@ async def test_two_routers_agree_and_outlive_each_other_and_their_store(pair: Pa
         await ask_all(pair.first, asked, NUM_TOKENS),
         await ask_all(pair.second, others, NUM_TOKENS),
     )
-    begun = asyncio.Event()
+    begun = {client: asyncio.Event() for client in (pair.either, pair.directly)}
 
-    async def has_begun() -> None:
-        begun.set()
+    async def begin(client: PdserveClient) -> None:
+        begun[client].set()
 
     sampling = Sampling(temperature=0, max_tokens=NUM_TOKENS)
-    asking = [ask(pair.either, prompt, sampling, at_token=2, then=has_begun) for prompt in resumed]
-    through_either = [asyncio.create_task(each) for each in asking]
-    await begun.wait()
+    through_either = [
+        asyncio.create_task(ask(client, prompt, sampling, at_token=2, then=partial(begin, client)))
+        for client, prompt in zip([pair.either, pair.directly] * 3, resumed, strict=True)
+    ]
+    await asyncio.gather(*(each.wait() for each in begun.values()))
     await pair.cluster.kill("router")
     lost = await asyncio.gather(*through_first, return_exceptions=True)
     assert any(isinstance(each, ServiceError) for each in lost)  # its own open streams, and no others
     check(others, await asyncio.gather(*through_second))
     went_on = await asyncio.gather(*through_either)
     check(resumed, went_on)
-    assert any(answered.usage.num_resumes for answered in went_on)
+    assert any(answered.usage.num_resumes for answered in went_on[::2])
+    assert any(answered.usage.num_resumes for answered in went_on[1::2])
     await answers_of(pair.second, 8)
     await until(pair.second, lambda status: all(worker.num_used_blocks == 0 for worker in status.workers))

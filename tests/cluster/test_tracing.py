@@ -68,6 +68,7 @@ async def test_every_part_of_a_request_and_both_attempts_of_one_that_lost_its_wo
         assert request.parent_id == CALLER and request.service == "pdserve-router"
         assert attempt.parent_id == request.span_id == by_name["tokenize"][0].parent_id
         assert prefill.parent_id == decode.parent_id == attempt.span_id
+        assert str(attempt.attributes["pdserve.prefill"]) in str(attempt.attributes["pdserve.reason"])
         assert prefill.service == decode.service == "pdserve-worker"
         assert by_name.keys() == ALL
         parents = {"queue": prefill, "compute": prefill, "hand-over": prefill}

@@ -63,6 +63,16 @@ async def until(cluster: LocalCluster, worker_id: str, reached: Callable[[Worker
             await asyncio.sleep(0.02)
 
 
+async def busy_decode_worker(cluster: LocalCluster, num_running: int) -> str:
+    """The first that runs so many sequences: which one is placement's choice."""
+    async with asyncio.timeout(20):
+        while True:
+            for worker_id, worker in (await cluster.workers()).items():
+                if worker_id.startswith("decode") and worker.num_running >= num_running:
+                    return worker_id
+            await asyncio.sleep(0.02)
+
+
 async def ask_all(client: PdserveClient, asked: list[list[int]], num_tokens: int) -> list[asyncio.Task[Answered]]:
     sampling = Sampling(temperature=0, max_tokens=num_tokens)
     return [asyncio.create_task(ask(client, prompt, sampling)) for prompt in asked]

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from decode.coverage import ExpertCoverage, Routing, distinct_experts, saturating_tokens
+from decode.coverage import ExpertCoverage, Routing, distinct_experts
 
 MIXTRAL = Routing(8, 2)
 DEEPSEEK_V3 = Routing(256, 8)
@@ -30,7 +30,6 @@ def test_is_the_mean_over_all_choices(num_experts: int, num_chosen: int, num_tok
 )
 def test_saturation(num_experts: int, num_chosen: int, num_tokens: int) -> None:
     routing = Routing(num_experts, num_chosen)
-    assert saturating_tokens(routing) == num_tokens
     assert distinct_experts(routing, num_tokens - 1) < 0.95 * num_experts <= distinct_experts(routing, num_tokens)
 
 
@@ -39,7 +38,6 @@ def test_known_counts() -> None:
     assert [distinct_experts(DEEPSEEK_V3, t) for t in (4, 8, 16)] == pytest.approx([30.5, 57, 102], rel=0.01)
     assert 2 * 64 / distinct_experts(MIXTRAL, 64) == pytest.approx(16, abs=0.05)  # tokens per active expert
     assert 8 * 64 / distinct_experts(QWEN3_235B, 64) == pytest.approx(4.1, abs=0.05)
-    assert saturating_tokens(Routing(4, 4)) == 1
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,42 @@ async def test_prefill_here_is_told_at_once() -> None:
     assert (record.output_index, list(record.token_ids)) == (2, [102, 103, 104])
 
 
+async def test_router_is_told_many_at_once_so_that_a_client_cannot_hide_what_it_read() -> None:
+    readings = Readings()
+    to_client = asyncio.create_task(all_of(reading(readings)))
+    messages = [said(index) for index in range(1, 150)]
+    records = await all_of(decoding(Inner(*messages), readings))
+    assert await to_client == messages
+    assert [len(record.token_ids) for record in records] == [32, 32, 32, 32, 21]
+    assert [record.output_index for record in records] == [1, 33, 65, 97, 129]
+    told = [token for record in records for token in record.token_ids]
+    assert told == [token for message in messages for token in message.token_ids]
+
+
 async def test_sequence_that_goes_on_elsewhere_leaves_its_tokens_and_no_finish() -> None:
     readings = Readings()
     to_client = asyncio.create_task(all_of(reading(readings)))
     (record,) = await all_of(decoding(Inner(said(1), said(2)), readings))
     assert await to_client == [said(1), said(2)]
     assert list(record.token_ids) == [101, 102] and record.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+
+
+@pytest.mark.parametrize("prefill_here", [False, True])
+async def test_router_hears_now_and_then_what_has_been_said(prefill_here: bool) -> None:
+    """Else a client that leaves before the last token has had all the others for nothing."""
+    last = said(99, finish_reason=pb.FINISH_REASON_LENGTH)
+    whole = [*map(said, range(99)), last]
+    readings = Readings()
+    to_client, heard = reading(readings), list[int]()
+    to_router = decoding(Inner(*whole), readings, prefill_here=prefill_here)
+    reading_all = asyncio.create_task(all_of(to_client))
+    async for record in to_router:
+        assert record.output_index == len(heard) and not record.text
+        assert len(record.token_ids) <= direct._RECORD_TOKENS
+        heard += record.token_ids
+    assert heard == [100 + index for index in range(100)]
+    assert record.finish_reason == pb.FINISH_REASON_LENGTH
+    assert await reading_all == whole
 
 
 async def test_without_permit_all_is_as_ever() -> None:
@@ -152,6 +182,7 @@ async def test_sequence_waits_for_a_slow_reader_and_then_goes_on() -> None:
     assert read == messages
     (record,) = await to_router
     assert list(record.token_ids) == list(range(6))
+    assert not readings._readings  # nothing of it is kept
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -193,6 +224,41 @@ async def test_those_who_wait_for_an_attempt_are_bounded_and_leave_nothing(monke
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError) and isinstance(results[1], PermissionDenied)
     assert not readings._waiting
+
+
+async def test_those_who_wait_for_the_same_attempt_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no key to wait, and who waits holds a call of the server."""
+    monkeypatch.setattr(direct, "MAX_WAITING", 2)
+    readings = Readings()
+    waiting = [asyncio.create_task(all_of(reading(readings, attempt_id="x"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted, match="2 readers wait"):
+        await all_of(reading(readings, attempt_id="x"))
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert not readings._waiting and readings._num_waiting == 0
+
+
+async def test_who_waits_is_found_though_another_has_given_up_waiting_for_the_same() -> None:
+    readings = Readings()
+    stranger, client = (asyncio.create_task(all_of(reading(readings))) for _ in range(2))
+    await asyncio.sleep(0)
+    stranger.cancel()
+    await asyncio.wait([stranger])
+    await all_of(decoding(Inner(*ANSWER), readings))
+    async with asyncio.timeout(5):
+        assert await client == list(ANSWER)
+
+
+async def test_attempt_of_an_id_that_is_taken_takes_nothing_from_the_first() -> None:
+    readings = Readings()
+    with readings.opened("a", PERMIT) as first:
+        with pytest.raises(AlreadyExists, match="'a' is read here already"):
+            await all_of(decoding(Inner(*ANSWER), readings, permit=b"q" * 32))
+        await first.say(said(1))
+        first.end()
+        assert await all_of(reading(readings)) == [said(1)]
 
 
 @pytest.mark.parametrize("permit", [b"p" * 15, b"p" * 65])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def test_help_lists_the_commands_in_the_order_a_newcomer_needs_them() -> None:
     result = pdserve("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.partition("Commands:")[2].splitlines() if line]
-    assert " ".join(listed) == "demo up worker router generate chat status role drain model plan key"
+    assert " ".join(listed) == "demo up worker router generate chat status role drain decisions model plan key"
 
 
 @pytest.mark.parametrize("command", [*cli.commands, "model build"])
@@ -119,6 +120,15 @@ def test_worker_says_in_one_sentence_what_is_wrong_with_its_settings(arguments: 
     assert (run.returncode, run.stderr) == (1, f"Error: {complaint}\n")
 
 
+def test_reader_of_the_output_who_has_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("deploy.conversation.generate_once", answer)
+    result = pdserve("generate", "Once upon a time")
+    assert (result.exit_code, result.stderr) == (1, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "most"),
     [([], None), (["--speculation", "off"], 0), (["--speculation", "0"], 0), (["--speculation", "3"], 3)],
@@ -139,7 +149,7 @@ def test_speculation_is_asked_for(
     assert [asking.sampling.max_draft_tokens for asking in asked] == [most]
 
 
-@pytest.mark.parametrize("command", ["status", "generate x", "chat x", "role a both", "drain a"])
+@pytest.mark.parametrize("command", ["status", "generate x", "chat x", "role a both", "drain a", "decisions"])
 def test_router_that_is_not_there(closed_port: str, command: str) -> None:
     result = pdserve(*command.split(), "--router", closed_port)
     assert result.exit_code == 1

@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from deploy.logs import message_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,17 @@ try:
 except ValueError:
     logger.exception("failed")
 logger.debug("not said")
+"""
+
+LOADS_GRPC = """
+import os, sys
+class Told:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            print(os.environ.get("GRPC_VERBOSITY"), file=sys.stderr)
+            sys.meta_path.remove(self)
+sys.meta_path.insert(0, Told())
+import deploy.cli, grpc
 """
 
 
@@ -68,3 +81,8 @@ def test_in_json_everything_is_a_line_and_names_its_request() -> None:
     assert first == {"level": "info", "message": "two\nlines of ünicode", **about}
     assert (second["level"], second["message"], second["request_id"]) == ("error", "failed", "r-1")
     assert second["exception"].startswith("Traceback") and second["exception"].endswith("what went wrong")
+
+
+def test_grpc_is_told_to_be_quiet_before_the_command_line_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    assert said(LOADS_GRPC) == ["ERROR"]

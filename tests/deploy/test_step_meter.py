@@ -26,3 +26,29 @@ def test_speeds_of_prompts_and_of_decoding_are_told_apart() -> None:
     assert meter.decode_batch == pytest.approx(1.9)
     assert meter.tokens_per_step == pytest.approx(1.9)
     assert meter.prefill_tokens_per_s == pytest.approx(1010)
+
+
+def test_after_a_pause_the_newest_step_counts_for_more() -> None:
+    """What was before may have been a neighbour's doing: after half a minute it counts half, after one not at all."""
+    clock = [0.0]
+    meter = StepMeter(lambda: clock[0])
+
+    def step(num_tokens: int, took_s: float) -> None:
+        meter.observe([chunk(num_tokens)], StepOutput((SampledToken(1),), took_s))
+
+    assert (meter.prefill_age_s, meter.decode_age_s) == (0, 0)
+    step(1000, 10.0)
+    step(1, 0.4)
+    clock[0] = 3.0
+    step(1000, 1.0)
+    assert meter.prefill_tokens_per_s == pytest.approx(100 + 0.1 * 900)
+    assert (meter.prefill_age_s, meter.decode_age_s) == (0, 3)
+    clock[0] = 33.0
+    step(1000, 1.0)
+    assert meter.prefill_tokens_per_s == pytest.approx((190 + 1000) / 2)
+    clock[0] = 93.0
+    step(1000, 0.5)
+    step(1, 0.02)
+    assert meter.prefill_tokens_per_s == pytest.approx(2000)
+    assert (meter.decode_step_s, meter.decode_batch, meter.tokens_per_step) == pytest.approx((0.02, 1, 1))
+    assert (meter.prefill_age_s, meter.decode_age_s) == (0, 0)

@@ -9,7 +9,15 @@ import pytest
 from rich.console import Console
 
 from deploy.answer_view import milliseconds, show_answer, summary_lines
-from deploy.status_view import drafters_line, print_status, summary_line, what_is_missing, workers_table
+from deploy.drain_view import drain_worker, undo_drain
+from deploy.status_view import (
+    change_role,
+    drafters_line,
+    print_status,
+    summary_line,
+    what_is_missing,
+    workers_table,
+)
 from protos import workers_pb2, workers_pb2_grpc
 from protos.calls import Context
 from protos.client import Answer
@@ -17,6 +25,7 @@ from protos.errors import DeadlineExceeded, InvalidArgument
 from protos.serve import GrpcServer
 from protos.status_values import Status, WorkerStatus
 from protos.values import Chunk, Stage, Summary, Timeline, Usage
+from tests.router.fakes import running_fleet
 
 
 def text_console(width: int = 80) -> Console:
@@ -258,3 +267,16 @@ async def test_router_that_does_not_answer_is_told_with_the_time_waited_for_it(m
     ):
         await print_status(server.address, text_console())
     await server.stop()
+
+
+async def test_who_takes_the_last_worker_of_a_role_away_is_told() -> None:
+    async with running_fleet(num_prefill=1, num_decode=1) as fleet:
+        address, out = fleet.router.address, text_console()
+        await drain_worker(address, "d0", 0, out, text_console())
+        await undo_drain(address, "d0", text_console())
+        await change_role(address, "d0", "prefill", out)
+        said = " ".join(written(out).split())
+        assert said.count("No worker that is ready has the role decode") == 2
+        out = text_console()
+        await change_role(address, "d0", "decode", out)
+        assert "No worker" not in written(out)

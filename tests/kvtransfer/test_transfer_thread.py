@@ -68,6 +68,10 @@ async def test_drain_waits_for_all_that_was_queued_before() -> None:
         await it.thread.drain(it.stream)
         assert it.stream.sent_bytes == 640
         assert it.errors == []
+        transferred = it.thread.meter.transferred
+        assert transferred.num_bytes == pytest.approx(640, rel=0.5)  # some of it may be a while ago
+        assert transferred.seconds > 0
+        assert it.thread.meter.moving_bytes("b") == 0
 
 
 async def test_full_queue_holds_the_caller_up_and_then_refuses() -> None:

@@ -69,7 +69,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
         self.requests.append(request)
         try:
             for message in self.messages:
-                if message.output_index >= len(request.emitted.ids) or message.HasField("usage"):
+                if message.output_index >= sum(len(each.ids) for each in request.emitted) or message.HasField("usage"):
                     yield message
                 await asyncio.sleep(self.delay_s)
             if self.ends_with is not None:

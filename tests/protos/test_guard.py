@@ -262,7 +262,7 @@ def test_every_method_of_ours_has_a_rule() -> None:
     assert by_scope[Scope.INFER] == {
         f"Inference/{name}" for name in ("Generate", "Chat", "Route", "Tokenize", "GetModel")
     }
-    assert by_scope[Scope.READ] == {"Pools/GetStatus"}
+    assert by_scope[Scope.READ] == {"Pools/GetStatus", "Pools/ListDecisions"}
     assert by_scope[Scope.OPERATE] == {"Pools/SetRole", "Pools/SetDraining"}
     assert {name.partition("/")[0] for name in by_scope[Scope.CLUSTER]} == {
         "Bundles",

@@ -20,7 +20,7 @@ from protos.errors import (
     ServiceError,
     Unavailable,
 )
-from protos.resuming import MAX_RESUMES, Resuming
+from protos.resuming import MAX_REFUSALS, MAX_RESUMES, Resuming
 from protos.routers import Routers
 from protos.values import Sampling, Summary
 from tests.protos.test_client import SUMMARY, Scripted, tokens
@@ -36,10 +36,12 @@ class Script:
     def __init__(self, *streams: Sequence[pb.GenerateResponse | Exception]) -> None:
         self.streams = list(streams)
         self.asked: list[tuple[str, list[int]]] = []
+        self.emitted: list[list[list[int]]] = []
         self.timeouts_s: list[float | None] = []
 
     async def ask(self, router: Any, request: Any, timeout_s: float | None) -> AsyncIterator[pb.GenerateResponse]:
-        self.asked.append((router, list(request.emitted.ids)))
+        self.asked.append((router, [token for each in request.emitted for token in each.ids]))
+        self.emitted.append([list(each.ids) for each in request.emitted])
         self.timeouts_s.append(timeout_s)
         for event in self.streams.pop(0):
             if isinstance(event, Exception):
@@ -86,7 +88,7 @@ async def test_goes_on_behind_what_came_at_the_next_router() -> None:
 
 async def test_what_the_caller_has_already_counts() -> None:
     script = Script([tokens(2, 7), LOST], [LAST, SUMMARY])
-    assert await resumed(script, emitted=pb.TokenIds(ids=[5, 6])) == [tokens(2, 7), LAST, SUMMARY]
+    assert await resumed(script, emitted=[pb.TokenIds(ids=[5, 6])]) == [tokens(2, 7), LAST, SUMMARY]
     assert script.asked == [("a", [5, 6]), ("b", [5, 6, 7])]
 
 
@@ -103,8 +105,11 @@ async def test_interrupted_answer_goes_on_at_the_same_router() -> None:
 
 
 async def test_request_that_is_in_flight_still_is_waited_for() -> None:
-    script = Script([tokens(0, 5, 6, 7), LOST], [AlreadyExists("r1 is in flight")], [LAST, SUMMARY])
+    refusals = [cast("Any", [AlreadyExists("r1 is in flight")])] * (MAX_REFUSALS + 1)
+    script = Script([tokens(0, 5, 6, 7), LOST], *refusals[1:], [LAST, SUMMARY])
     assert (await resumed(script, routers="a"))[-1] == SUMMARY
+    with pytest.raises(AlreadyExists):
+        await resumed(Script([tokens(0, 5), LOST], *refusals), routers="a")
     with pytest.raises(AlreadyExists):
         await resumed(Script([AlreadyExists("r1 is in flight")]))
 
@@ -138,11 +143,18 @@ async def test_what_a_router_says_is_final(error: ServiceError) -> None:
     assert caught.value is error
 
 
-async def test_several_answers_are_not_resumed_once_they_have_begun() -> None:
-    with pytest.raises(Unavailable, match="broke off after 1 token"):
-        await resumed(Script([tokens(0, 5, choice=1), LOST]), n=2)
-    script = Script([LOST], [tokens(0, 5), tokens(0, 5, choice=1), SUMMARY])
-    assert len(await resumed(script, n=2)) == 3
+async def test_each_of_several_answers_goes_on_behind_what_came_of_it() -> None:
+    def of(choice: int, message: pb.GenerateResponse) -> pb.GenerateResponse:
+        message.choice = choice
+        return message
+
+    end = pb.FINISH_REASON_STOP
+    first = [of(2, tokens(0, 7)), of(0, tokens(0, 5)), of(0, tokens(1, 6, finish_reason=end)), of(2, tokens(1, 8))]
+    again = [of(0, tokens(1, 6, finish_reason=end)), of(1, tokens(0, 9, finish_reason=end))]
+    rest = [of(2, tokens(2, 8, finish_reason=end)), SUMMARY]
+    script = Script([*first, LOST], [*again, *rest])
+    assert await resumed(script, n=3) == [*first, again[1], *rest]
+    assert script.emitted == [[], [[5], [], [7, 8]]]
 
 
 async def test_prompt_is_not_told_twice() -> None:
@@ -186,7 +198,7 @@ async def test_client_of_two_routers_names_and_seeds_its_request() -> None:
     before, after = first.requests[0], second.requests[0]
     assert (before.request_id, before.sampling) == (after.request_id, after.sampling)
     assert before.request_id and before.sampling.HasField("seed")
-    assert list(after.emitted.ids) == [5, 6, 7]
+    assert [list(each.ids) for each in after.emitted] == [[5, 6, 7]]
 
 
 async def test_other_calls_go_to_the_next_router_too() -> None:

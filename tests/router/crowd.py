@@ -90,7 +90,8 @@ class Crowd:
 
     def end(self, asked: Asked) -> None:
         admitted = asked.task.result()
-        self.loop.call_soon(admitted.dispatch.end)
+        for dispatch in admitted.dispatches:
+            self.loop.call_soon(dispatch.end)
         self.loop.call_soon(self.gate.answered, admitted, 100 * asked.size - 1, 1)
         self.loop.settle()
 
@@ -135,7 +136,7 @@ class Crowd:
         )
         return Placement(None, worker, ttft_s=self.ttft_s, is_within_limits=name in fitting)
 
-    def _dispatch(self, asked: Asked, placement: Placement) -> Dispatch:
+    def _dispatch(self, asked: Asked, placement: Placement) -> tuple[Dispatch, ...]:
         (worker,) = placement.workers
         name = worker.id.name
         dispatch = Dispatch(0.0, 0, 0, None, None)
@@ -153,7 +154,7 @@ class Crowd:
 
         is_running = [True]
         dispatch.eased = eased
-        return dispatch
+        return (dispatch,)
 
 
 def refusal(asked: Asked) -> ServiceError:

@@ -80,7 +80,7 @@ def test_one_that_leaves_as_its_turn_comes_takes_no_place(crowd: MakeCrowd) -> N
     people = crowd(w=1)
     running, leaving, staying = (people.ask(name) for name in "abc")
     admitted = running.task.result()
-    people.loop.call_soon(admitted.dispatch.end)  # and with it, a look
+    people.loop.call_soon(admitted.dispatches[0].end)  # and with it, a look
     people.loop.call_soon(lambda: people.loop.call_soon(lambda: people.loop.call_soon(leaving.task.cancel)))
     people.loop.settle()
     assert people.went == ["a", "b", "c"]
@@ -92,7 +92,7 @@ def test_newcomer_does_not_take_the_place_of_one_that_waits(crowd: MakeCrowd) ->
     people = crowd(w=1)
     running = people.ask("a")
     people.ask("b")
-    people.loop.call_soon(running.task.result().dispatch.end)  # the look is due, and has not been yet
+    people.loop.call_soon(running.task.result().dispatches[0].end)  # the look is due, and has not been yet
     people.ask("c")
     assert people.went == ["a", "b"]
 
@@ -267,7 +267,7 @@ def test_defect_of_one_request_is_its_own(crowd: MakeCrowd, monkeypatch: pytest.
     running, broken, waiting = (people.ask(name) for name in "abc")
     dispatch = people._dispatch
 
-    def breaking(asked: Asked, placement: Placement) -> Dispatch:
+    def breaking(asked: Asked, placement: Placement) -> tuple[Dispatch, ...]:
         if asked is broken:
             raise KeyError("w")
         return dispatch(asked, placement)

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos.errors import AttemptsExhausted, Unavailable
 from router.breaker import BreakerPolicy, Breakers, BreakerState
 from router.candidate import WorkerId
+from router.config import RelayPolicy
+from router.leg import AttemptFailed
+from router.retries import Retries
 from router.retry_budget import RetryBudget, RetryPolicy
 
 W, V = WorkerId("w", "e1"), WorkerId("v", "e1")
@@ -121,6 +125,54 @@ def test_death_of_a_worker_that_all_run_on_is_within_the_budget() -> None:
     for _ in range(500):
         budget.requested(0.0)
     assert all(budget.take(500, 60.0) for _ in range(500))  # long after they came
+
+
+def test_several_deaths_within_seconds_are_within_the_budget() -> None:
+    """Of eight workers six die, one a second: all that runs on each goes on elsewhere, some of it more than once."""
+    budget, workers = RetryBudget(), [WorkerId(f"w{number}", "e1") for number in range(8)]
+    running = dict.fromkeys(workers, 100)
+    for number, dead in enumerate(workers[:6]):
+        num_lost = running.pop(dead)
+        assert all(budget.take(800, 60.0 + number, dead) for _ in range(num_lost))
+        running = dict.fromkeys(running, round(800 / len(running)))
+    restarted = WorkerId("w0", "e2")
+    assert all(budget.take(800, 66.0, restarted) for _ in range(100))
+
+
+@pytest.mark.parametrize("is_connection", [True, False])
+def test_what_lost_its_worker_is_told_apart(is_connection: bool) -> None:
+    """60 retries of 30 that run: 10, a fifth of 30 and 30 are the one allowance."""
+    retries = Retries(RelayPolicy(), random.Random(0))
+    for _ in range(30):
+        retries.begin()
+
+    def retry(worker: WorkerId) -> None:
+        retries.delay_s(AttemptFailed(Unavailable("gone"), worker, is_connection=is_connection), 1, 0, None)
+
+    for worker in (W, V):
+        for _ in range(30 if is_connection else 23):
+            retry(worker)
+    if not is_connection:
+        with pytest.raises(AttemptsExhausted, match="too many requests"):
+            retry(W)
+
+
+def test_what_fails_without_a_death_shares_one_allowance() -> None:
+    """A sick cluster is asked no more than before, however many deaths there were."""
+    budget = RetryBudget(RetryPolicy(window_s=10.0, share=0.2, floor=3))
+    assert all(budget.take(50, 0.0, worker) for worker in (W, V) for _ in range(50))
+    assert [budget.take(50, 1.0) for _ in range(54)] == [True] * 53 + [False]
+
+
+def test_connections_that_break_again_and_again_are_bounded() -> None:
+    """A process dies once: what breaks once more than requests run is no death, and comes out of the one allowance."""
+    budget = RetryBudget(RetryPolicy(window_s=10.0, share=0.2, floor=3))
+    assert [budget.take(20, 0.1 * step, W) for step in range(44)] == [True] * 43 + [False]
+    assert budget.take(20, 4.5, V)
+    assert budget.take(20, 15.0, W)
+    assert set(budget._broken) == {W, V}
+    assert budget.take(20, 100.0, WorkerId("u", "e1"))
+    assert set(budget._broken) == {WorkerId("u", "e1")}  # workers of before are forgotten
 
 
 @settings(max_examples=50, deadline=None)

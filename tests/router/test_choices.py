@@ -89,6 +89,7 @@ async def test_others_wait_until_the_first_is_handed_over(fleet: FakeFleet, clie
     asking = asyncio.create_task(answers(client, 3))
     await is_waiting.wait()
     assert len(prefills(fleet)) == 1
+    assert sorted(worker.dispatches.num_decoding for worker in fleet.router.table.workers()) == [0, 0, 0, 3]
     go_on.set()
     tokens, _, _ = await asking
     assert tokens == [plain_loop(PROMPT, 6)] * 3
@@ -145,6 +146,24 @@ async def test_client_that_leaves_cancels_them_all(fleet: FakeFleet, client: Pds
     for _ in range(num_read):
         await anext(parts)
     await parts.aclose()
+    await fleet.settled()
+
+
+async def test_client_that_leaves_before_the_others_begin_leaves_no_load(
+    fleet: FakeFleet, client: PdserveClient
+) -> None:
+    is_waiting = asyncio.Event()
+
+    async def wait(attempt_id: str, num_tokens: int) -> None:
+        is_waiting.set()
+        await asyncio.sleep(30)
+
+    for worker in all_workers(fleet, "d"):
+        worker.hooks["decode.token"] = wait
+    async with aclosing(client.generate(PROMPT, n=5, sampling=Sampling(max_tokens=200))) as parts:
+        await anext(parts)
+        await is_waiting.wait()
+        assert sum(worker.dispatches.num_decoding for worker in fleet.router.table.workers()) == 5
     await fleet.settled()
 
 

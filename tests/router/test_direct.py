@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import CoroutineType
 from typing import Any
 
 import grpc.aio
 import pytest
 
+import protos.direct
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
 from protos.errors import FailedPrecondition, Interrupted, InvalidArgument, PermissionDenied
 from protos.values import Sampling
+from router.progress import Progress
 from tests.router.asking import PROMPT, DieOnce, FailOnce, all_workers, answer
 from tests.router.fakes import FakeFleet, plain_loop, running_fleet
 
 NUM_TOKENS = 12
 WHOLE = plain_loop(PROMPT, NUM_TOKENS)
+CLIENT = protos.direct.__file__
 
 
 @pytest.fixture
@@ -176,6 +180,8 @@ async def test_leaving_ends_it_everywhere(fleet: FakeFleet, client: PdserveClien
         if part.output_index == 2:  # type: ignore[union-attr]
             break
     await parts.aclose()
+    coroutines = [task.get_coro() for task in asyncio.all_tasks()]
+    assert not [each for each in coroutines if isinstance(each, CoroutineType) and each.cr_code.co_filename == CLIENT]
     await fleet.settled()
 
 
@@ -293,3 +299,27 @@ async def test_load_is_freed_while_it_runs_and_after(fleet: FakeFleet, client: P
     go_on.set()
     assert (await asking)[0] == WHOLE
     await fleet.settled()
+
+
+async def test_who_leaves_pays_for_what_was_read(
+    fleet: FakeFleet, client: PdserveClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, told = list[int](), list[int]()
+    relayed = Progress.relayed
+
+    def telling(self: Progress, raw: bytes) -> None:
+        told.extend(pb.GenerateResponse.FromString(raw).token_ids)
+        relayed(self, raw)
+
+    monkeypatch.setattr(Progress, "relayed", telling)
+    monkeypatch.setattr("router.rate_limits.Allowance.used", lambda self, number: used.append(number))
+    parts = client.generate(PROMPT, sampling=Sampling(max_tokens=200))
+    async for part in parts:
+        if part.output_index == 150:  # type: ignore[union-attr]
+            break
+    async with asyncio.timeout(5):
+        while len(told) < 1 + 128:  # the rest has not made up 32 yet
+            await asyncio.sleep(0.001)
+    await parts.aclose()
+    await fleet.settled()
+    assert used == [len(PROMPT) + len(told)]

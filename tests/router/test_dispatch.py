@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.candidate import Candidate, Role
 from router.dispatch import Dispatch
-from router.fleet import Fleet
+from router.fleet import Entry, Fleet, Lines
 from router.placement import Placement
 from router.worker import Worker, WorkerLoad, WorkerState
 from router.workers import WorkerTable
@@ -115,15 +114,17 @@ class Events(RuleBasedStateMachine):
 
     @invariant()
     def fleet_is_as_if_made_anew(self) -> None:
-        """It is kept up to date worker by worker, and only where something changed."""
+        """It is kept up to date worker by worker, and only where something changed. How fast one is beside the others
+        is as of its last report."""
         fleet = self.table.snapshot()
-        anew = Fleet([self.table._candidate(worker, self.clock.now) for worker in self.table.workers()])
+        anew = Fleet([each.candidate(self.table._is_ready(each), self.clock.now) for each in self.table.workers()])
         assert _as_of_no_time(fleet) == _as_of_no_time(anew)
-        assert _lines(fleet) == _lines(anew)
-        assert (fleet.typical.token_s, fleet.typical.sequence_s) == (
-            anew.typical.token_s and pytest.approx(anew.typical.token_s),
-            anew.typical.sequence_s and pytest.approx(anew.typical.sequence_s),
-        )
+        assert fleet.typical == anew.typical
+        for layout, pools in fleet.pools.items():
+            for entry in pools.entries.values():
+                found = anew.pools[layout].entries[entry.worker.id.name]
+                assert (entry.worker.id, entry.measured) == (found.worker.id, found.measured)
+        assert _lines(fleet) == _expected_lines(fleet)
 
     @invariant()
     def sums_are_a_recount(self) -> None:
@@ -142,6 +143,7 @@ class Events(RuleBasedStateMachine):
             assert self.workers[name].dispatches.num_in_hand == in_hand
             assert found.num_queued_tokens == load.queued_prefill_tokens + sum(unreported)
             assert found.num_active == max(load.num_running, sum(each.decode == here for each in open_))
+            assert found.num_coming == sum(each.decode == here for each in coming)
             ends = sorted(
                 (each.at + 1.0 + each.num_tokens, each.num_blocks + 2) for each in open_ if each.decode == here
             )
@@ -155,6 +157,24 @@ class Events(RuleBasedStateMachine):
 def _as_of_no_time(fleet: Fleet) -> dict[str, Candidate]:
     """What is over by now need not have been taken out."""
     return {each.id.name: replace(each, releases=()) for each in fleet}
+
+
+def _expected_lines(fleet: Fleet) -> dict[str, list[dict[Any, list[Any]]]]:
+    """Sorted from nothing, of each role by its speeds."""
+    return {
+        layout: [
+            _sorted_lines([each for each in pools.entries.values() if lines in pools.lines_of(each.worker.role)], lines)
+            for lines in (pools.prefill, pools.decode, pools.both, pools.both_as_decode)
+        ]
+        for layout, pools in fleet.pools.items()
+    }
+
+
+def _sorted_lines(entries: list[Entry], lines: Lines) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
+    for entry in entries:
+        found.setdefault(lines._speed(entry), []).append((lines._load(entry), entry.worker.id.name))
+    return {speed: sorted(keys) for speed, keys in found.items()}
 
 
 def _lines(fleet: Fleet) -> dict[str, list[dict[Any, list[Any]]]]:

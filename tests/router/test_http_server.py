@@ -195,7 +195,7 @@ async def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = HttpServer(lambda scope, receive, send: None, "127.0.0.1", port)  # type: ignore[arg-type, return-value]
-        with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: Address already in use; .* --http-port"):
             await server.start()
         await server.stop()
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import struct
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,7 @@ def with_input(name: str, datatype: str, shape: list[int], raw: bytes) -> kserve
     return made
 
 
+Message = kserve.ModelInferRequest
 BAD: list[tuple[kserve.ModelInferRequest, str]] = [
     (kserve.ModelInferRequest(model_name="tiny"), "text_input has 0 elements"),
     (request(raw_input_contents=[b"", b""]), "raw_input_contents has 2 tensors; there are 1"),
@@ -189,6 +191,8 @@ BAD: list[tuple[kserve.ModelInferRequest, str]] = [
     (with_input("top_k", "INT32", [2], b"\0\0\0\0"), "has 1 elements; its shape is"),
     (with_input("top_k", "INT32", [-1], b"\0\0\0\0"), "has the shape"),
     (with_input("top_k", "INT32", [2**62, 2**62], b"\0\0\0\0"), "has the shape"),
+    (with_input("top_k", "INT32", [2**62] * 100_000, b"\0\0\0\0"), "has 100000 dimensions; at most 8"),
+    (with_input("stop", "BYTES", [4096], b"\0" * 8_000_000), "has 4097 elements; its shape is"),
     (with_input("top_k", "FP16", [1], b"\0\0"), "has the type 'FP16'"),
     (with_input("top_k", "BYTES", [1], b"\1\0\0\0a"), "it must be an integer"),
     (with_input("top_k", "FP64", [1], struct.pack("<d", 1.5)), "it must be an integer"),
@@ -199,6 +203,9 @@ BAD: list[tuple[kserve.ModelInferRequest, str]] = [
     (with_input("stop", "BYTES", [1], b"\xff\xff\xff\xff"), "ends in the midst of an element"),
     (with_input("stop", "BYTES", [1], b"\0"), "ends in the midst of an element"),
     (with_input("text_input", "BYTES", [1], b"\1\0\0\0a"), "text_input is given twice"),
+    (request(inputs=[Message.InferInputTensor(name="x")] * 64), "there are 65 inputs; at most 64"),
+    (request(parameters={str(name): kserve.InferParameter() for name in range(65)}), "there are 65 parameters"),
+    (request(outputs=[Message.InferRequestedOutputTensor(name="text_output")] * 65), "there are 65 outputs"),
     (request(parameters={"max_tokens": kserve.InferParameter()}), "'max_tokens' has no value"),
     (request(parameters={"max_tokens": kserve.InferParameter(string_param="3")}), "it must be an integer"),
 ]
@@ -208,8 +215,10 @@ BAD: list[tuple[kserve.ModelInferRequest, str]] = [
 async def test_messages_that_no_client_makes(fleet: FakeFleet, asked: kserve.ModelInferRequest, says: str) -> None:
     async with open_channel(fleet.router.address) as channel:
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+        started_at = time.process_time()
         with pytest.raises(InvalidArgument, match=says), service_errors():
             await stub.ModelInfer(asked)
+        assert time.process_time() - started_at < 2.0  # nobody else is served meanwhile
         answer = await stub.ModelInfer(request())
         assert answer.raw_output_contents
 

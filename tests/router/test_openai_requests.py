@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -230,3 +231,29 @@ def test_fields_of_the_service_are_named_as_they_were_written() -> None:
     text = CompletionBody.parse(b'{"prompt": "hi"}')
     names = [text.name_of(field) for field in ("text", "token_ids", "sampling.logprobs", "sampling.max_tokens")]
     assert names == ["prompt", "prompt", "logprobs", "max_tokens"]
+
+
+MANY = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop_token_ids": ["a"] * MANY}, "stop_token_ids[0]"),
+        ({"messages": [1] * MANY}, "messages[0]"),
+        ({"messages": [{}] * MANY}, "messages[0].role"),
+        ({"stream": True, "stream_options": {str(index): 1 for index in range(MANY)}}, "stream_options.0"),
+        ({"x" * 10 * MANY: 1}, "x" * 100),
+    ],
+)
+def test_large_nonsense_is_refused_as_fast_as_it_is_read(fields: dict[str, Any], param: str) -> None:
+    """The streams of all others stand still meanwhile."""
+    body = json.dumps({"messages": HI, **fields}).encode()
+    started_at = time.process_time()
+    json.loads(body)
+    read_s = time.process_time() - started_at
+    started_at = time.process_time()
+    with pytest.raises(Problem) as caught:
+        ChatBody.parse(body)
+    assert caught.value.param == param
+    assert time.process_time() - started_at < 1.0 + 5 * read_s

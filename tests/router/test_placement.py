@@ -257,7 +257,9 @@ def test_serving_means_that_a_request_can_be_placed(workers: list[Candidate], se
 
 def moved_to(*others: Candidate, avoid: tuple[str, ...] = ()) -> str | None:
     source = worker("source", Role.DECODE)
-    found = place_moved([source, *others], DEMAND, source.id, {WorkerId(n, "e1") for n in avoid}, random.Random(1))
+    for is_ready in (True, False):  # it is leaving, or was taken back just now
+        fleet = Fleet([replace(source, is_ready=is_ready), *others])
+        found = place_moved(fleet, DEMAND, source.id, {WorkerId(n, "e1") for n in avoid}, random.Random(1))
     return None if found is None else found.id.name
 
 
@@ -272,3 +274,28 @@ def test_a_running_sequence_moves_to_another_decode_worker_with_room() -> None:
     assert moved_to(replace(near, fingerprint="another")) is None
     assert moved_to(replace(near, num_free_blocks=DEMAND.num_blocks - 1)) is None
     assert moved_to(replace(near, num_free_blocks=DEMAND.num_blocks)) == "near"
+    small = replace(near, num_blocks=DEMAND.num_blocks_in_all - 1)
+    assert moved_to(small) is None
+    assert moved_to(small, busy) == "busy"
+    fleet = Fleet([near])
+    assert place_moved(fleet, DEMAND, WorkerId("gone", "e1"), (), random.Random(1)) is None
+
+
+def test_a_sequence_that_moves_waits_only_where_all_do() -> None:
+    full = worker("full", Role.DECODE, active=4)
+    full = replace(full, max_running=4)
+    roomy = worker("roomy", Role.DECODE, active=9)
+    cramped = [worker(f"c{number}", Role.DECODE, free=3) for number in range(3)]
+    assert moved_to(full, roomy, *cramped) == "roomy"
+    assert moved_to(full, *cramped) == "full"
+    assert moved_to(*cramped) is None
+    assert moved_to(full, roomy, *cramped, avoid=("roomy",)) == "full"
+    assert moved_to(roomy, *cramped, avoid=("roomy",)) == "roomy"  # the others have no room
+
+
+def test_a_sequence_moves_to_who_is_faster() -> None:
+    slow, fast = (
+        replace(worker(name, Role.DECODE, active=active), decode_step_s=step_s, decode_batch=1.0)
+        for name, active, step_s in (("slow", 0, 0.1), ("fast", 3, 0.01))
+    )
+    assert moved_to(slow, fast) == "fast"

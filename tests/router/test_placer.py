@@ -14,14 +14,17 @@ from model.kv_layout import KVLayout
 from model.sampling_params import SamplingParams
 from model.sequence import Sequence
 from protos import inference_pb2 as pb
+from protos.caller import ANYONE
 from router import metrics
+from router.account import Account
 from router.admission import Gate
 from router.breaker import BreakerPolicy, Breakers
 from router.cache_changes import CacheChanges
 from router.candidate import Candidate, Role, WorkerId
 from router.config import AdmissionPolicy, PlacementPolicy
 from router.placement import Placement
-from router.placer import Placer
+from router.placer import Placer, Wanted
+from router.rate_limits import RateLimits
 from router.request import Request
 from router.sessions import Sessions
 from router.timeline import RequestClock
@@ -97,6 +100,33 @@ async def test_only_tokens_that_have_to_be_computed_are_load() -> None:
     assert (found(table, "d1").num_free_blocks, found(table, "d1").releases) == (100, ())
 
 
+async def test_all_answers_are_counted_as_they_are_let_in() -> None:
+    """41 tokens are 10 blocks of 4, a partial one, and one for the answer to begin: the 10 are there once. Another
+    answer computes the one token of the partial block."""
+    table, _ = two_pools()
+    placer, asked = placer_of(table), request(num_choices=3)
+    hashes = await placer.hashes(asked.token_ids)
+    demand = placer.demand(asked, 41, wants_decode=True, hashes=hashes, num_answers=3)
+    assert (demand.num_blocks, demand.num_own_blocks, demand.num_blocks_together) == (12, 2, 16)
+    admitted = await placer.admit(Wanted(asked, 41, lambda: demand), "")
+    prefill, decode = (found(table, each.id.name) for each in admitted.placement.workers)
+    assert (prefill.num_queued_tokens, decode.num_active, decode.num_coming) == (41 + 2 * 1, 3, 3)
+    assert decode.num_free_blocks == 100 - 16
+    with RateLimits().claimed(ANYONE) as allowance:
+        account = Account(allowance)
+    first = account.let_in(admitted)
+    first.prefilled()
+    taken = account.take(admitted.placement)
+    assert taken is not None and len(account.kept) == 1
+    decode = found(table, decode.id.name)
+    assert (decode.num_active, decode.num_coming, decode.num_free_blocks) == (3, 2, 100 - 4)
+    assert account.take(replace(admitted.placement)) is None  # it goes where the first was retried: they all do
+    assert found(table, decode.id.name).num_active == 2
+    for dispatch in (first, taken):
+        dispatch.end()
+    assert not any(worker.dispatches for worker in table.workers())
+
+
 async def test_who_fails_again_and_again_gets_nothing_and_then_one_try() -> None:
     table, _ = two_pools()
     breakers = Breakers(BreakerPolicy(open_s=3600.0))
@@ -113,6 +143,25 @@ async def test_who_fails_again_and_again_gets_nothing_and_then_one_try() -> None
     assert placement.prefill is not None and placement.prefill.id == p0  # there is no other
     breakers.placed(p0, later)
     assert breakers.avoided(later) == {p0}
+
+
+async def test_who_fails_again_and_again_gets_no_sequence_that_moves() -> None:
+    table, _ = two_pools()
+    table.register(profile("d2", Role.DECODE, layout=LAYOUT), READY)
+    breakers = Breakers(BreakerPolicy(min_failures=1, open_s=3600.0))
+    placer = placer_of(table, breakers)
+    source, sick, well = (found(table, name).id for name in ("d0", "d1", "d2"))
+    demand = placer.demand(request(), 41, wants_decode=True, hashes=())
+    targets = [placer.place_moved(demand, source, ()) for _ in range(40)]
+    assert {each and each.id for each in targets} == {sick, well}
+    breakers.failed(sick, time.monotonic())
+    targets = [placer.place_moved(demand, source, ()) for _ in range(40)]
+    assert {each and each.id for each in targets} == {well}
+    last = placer.place_moved(demand, source, [well])
+    assert last is not None  # there is no other: those to avoid are asked before nobody is
+    dispatch = placer.dispatch_moved(last, demand)
+    assert found(table, last.id.name).num_active == 1
+    dispatch.end()
 
 
 async def test_a_session_comes_back_to_its_workers() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -94,10 +96,54 @@ def test_a_prefix_on_a_decode_worker_is_worth_its_transfer(active: int, chosen: 
         assert found.reason.startswith("prefix: the decode worker holds a part of 1000 tokens")
 
 
+@pytest.mark.parametrize(
+    "num_bytes, seconds, active, chosen",
+    [
+        (0, 0.0, 4, "holds"),  # as is assumed: 640 tokens of 10 MB at 4 GB/s are 1.6 s; a sequence costs 0.256 s
+        (0, 0.0, 7, "idle"),
+        (40e9, 1.0, 0, "holds"),
+        (40e9, 1.0, 1, "idle"),  # 40 GB/s: 0.16 s
+        (1e9, 1.0, 24, "holds"),  # 1 GB/s: 6.4 s
+        (1e9, 1.0, 26, "idle"),
+        (5e7, 0.05, 12, "holds"),  # 1 GB/s, but not for long: at 2 GB/s, between what is measured and assumed, 3.2 s
+        (5e7, 0.05, 13, "idle"),
+    ],
+)
+def test_transfer_takes_as_long_as_the_workers_hand_overs_took(
+    num_bytes: float, seconds: float, active: int, chosen: str
+) -> None:
+    prefill = replace(measured("p", P), transfer_bytes=num_bytes, transfer_s=seconds * (1 - 1e-9))
+    fleet = [prefill, measured("holds", D, num_active=active), measured("idle", D)]
+    assert names(placed(fleet, demand(held={"holds": 40}, token_bytes=10**7))) == ("p", chosen)
+
+
+@pytest.mark.parametrize("token_bytes, chosen", [(10**5, {"far", "near"}), (10**7, {"near"})])
+def test_a_link_that_is_far_slower_counts_where_sending_takes_longer_than_computing(
+    token_bytes: int, chosen: set[str]
+) -> None:
+    """1,000 tokens take 0.98 s to compute, and at 400 MB/s 0.25 s to send, or 25 s; near ones take a tenth of that."""
+    far = replace(measured("far", P), transfer_bytes=4e8, transfer_s=1.0)
+    others = [replace(measured(f"near{number}", P), transfer_bytes=4e9, transfer_s=1.0) for number in range(2)]
+    fleet, found = [far, *others, measured("d", D)], set()
+    for seed in range(30):
+        prefill = placed(fleet, demand(token_bytes=token_bytes), seed=seed).prefill
+        assert prefill is not None
+        found.add(prefill.id.name.rstrip("01"))
+    assert found == chosen
+
+
+def test_links_that_differ_a_little_are_alike() -> None:
+    fleet = [replace(measured(f"p{n}", P), transfer_bytes=4e9, transfer_s=1.0 + 0.3 * n) for n in range(4)]
+    fleet.append(measured("d", D))
+    chosen = Counter(names(placed(fleet, demand(token_bytes=10**7), seed=seed))[0] for seed in range(400))
+    assert len(chosen) == 4 and min(chosen.values()) >= 60, chosen  # 100 each, give or take 9
+
+
 def test_a_worker_whose_drafts_are_accepted_is_faster() -> None:
-    """Twice the tokens of a step, for a batch of 26: as long for each token as one sequence alone without drafts."""
+    """Twice the tokens of a step are two steps of 1.49, which are 2.2: for a batch of 31 and this one, each token takes
+    as long as for one sequence alone without drafts."""
     drafting = replace(measured("drafting", D), tokens_per_step=2.0)
-    for active, chosen in ((24, "drafting"), (27, "plain")):
+    for active, chosen in ((30, "drafting"), (32, "plain")):
         fleet = [measured("p", P), replace(drafting, num_active=active), measured("plain", D)]
         assert names(placed(fleet, demand())) == ("p", chosen)
 
@@ -139,6 +185,35 @@ def test_limits_of_decode_are_its_sequences_and_its_blocks() -> None:
         [first, measured("d", D, num_blocks=72)], demand()
     ).is_within_limits  # it will say that it is too small
     assert not placed([measured("b", B, num_active=8, max_running=8)], demand()).is_within_limits
+
+
+@pytest.mark.parametrize(
+    "num_answers, active, free, is_within",
+    [
+        (3, 5, 900, True),
+        (4, 5, 900, False),  # 9 of 8
+        (12, 0, 900, True),  # more than run at once: an idle worker takes them, and some wait there
+        (12, 1, 900, False),
+        (4, 0, 69, True),  # 63 blocks, and 2 more for each but the first
+        (4, 0, 68, False),
+        (4, 0, 63, False),
+        (1, 0, 63, True),
+    ],
+)
+@pytest.mark.parametrize("role", [D, B])
+def test_several_answers_have_room_together(
+    role: Role, num_answers: int, active: int, free: int, is_within: bool
+) -> None:
+    workers = [measured("w", role, num_active=active, num_free_blocks=free, max_running=8)]
+    wanted = demand(num_answers=num_answers, num_own_blocks=2)
+    assert placed([measured("p", P)] * (role is D) + workers, wanted).is_within_limits is is_within
+
+
+def test_of_many_that_are_full_for_several_answers_the_one_with_room_is_found() -> None:
+    full = [measured(f"d{n}", D, num_active=6, max_running=8) for n in range(20)]
+    roomy = measured("roomy", D, num_active=7, max_running=10)
+    found = placed([measured("p", P), *full, roomy], demand(num_answers=3, num_own_blocks=2))
+    assert (names(found)[1], found.is_within_limits) == ("roomy", True)
 
 
 def test_a_prompt_that_fills_a_cache_has_room_in_an_empty_one() -> None:
@@ -257,9 +332,23 @@ def test_of_workers_that_do_both_the_one_that_is_done_first_is_taken() -> None:
     assert names(placed([running, measured("queued", B, num_queued_tokens=400)], demand())) == (None, "queued")
 
 
+def in_steps(seconds: float, typical_s: float) -> float:
+    """The nearest of the speeds that are told apart."""
+    return min((typical_s * 1.49**steps for steps in range(-9, 10)), key=lambda each: abs(math.log(each / seconds)))
+
+
+def paces(workers: Sequence[Candidate]) -> dict[str, Pace]:
+    """How fast each is taken to be beside the others: from the medians of those of the role, if there are any."""
+    known = {each.id.name: (1 / each.prefill_tokens_per_s, each.decode_step_s / 25) for each in workers}
+    prefill = [known[each.id.name][0] for each in workers if P in each.role] or [each[0] for each in known.values()]
+    decode = [known[each.id.name][1] for each in workers if D in each.role] or [each[1] for each in known.values()]
+    token_s, sequence_s = (math.exp(statistics.median(map(math.log, values))) for values in (prefill, decode))
+    return {name: Pace(in_steps(each[0], token_s), in_steps(each[1], sequence_s)) for name, each in known.items()}
+
+
 def cost(pace: Pace, num_queued: int, num_uncached: int, num_active: int | None, transfer_s: float) -> float:
     """Seconds until an answer of the expected length has ended; None active: up to its first token."""
-    token_s, sequence_s = pace.rounded().token_s, pace.rounded().sequence_s
+    token_s, sequence_s = pace.token_s, pace.sequence_s
     assert token_s is not None and sequence_s is not None
     decode_s = 0.0 if num_active is None else EXPECTED_OUTPUT_TOKENS * sequence_s * (FIXED_SEQUENCES + num_active + 1)
     return token_s * (num_queued + num_uncached) + decode_s + transfer_s
@@ -288,15 +377,14 @@ def test_nothing_better_was_to_be_had(workers: list[Candidate], data: st.DataObj
     """Against all pairs, looked at one by one: least predicted time among those within their limits."""
     held = {each.id.name: data.draw(st.sampled_from([0, 0, 3, 40])) for each in workers}
     wanted = demand(held=held, token_bytes=10**6)
-    limits = POLICY.limits
+    limits, taken = POLICY.limits, paces(workers)
 
     def uncached(each: Candidate) -> int:
         return 1000 - held[each.id.name] * BLOCK
 
     def is_beyond(each: Candidate, *, decodes: bool, in_s: float = 0.0) -> bool:
-        pace = Pace.of(each)
-        backlog_s = pace.rounded().prefill_s(each.num_queued_tokens) or 0.0
-        tpot_s = pace.tpot_s(each.num_active) or 0.0
+        backlog_s = taken[each.id.name].prefill_s(each.num_queued_tokens) or 0.0
+        tpot_s = Pace.of(each).tpot_s(each.num_active) or 0.0
         free = each.num_free_blocks - each.num_active * min(in_s, 2.0) / tpot_s / BLOCK
         if not decodes:
             return backlog_s > limits.max_backlog_s
@@ -304,8 +392,8 @@ def test_nothing_better_was_to_be_had(workers: list[Candidate], data: st.DataObj
 
     options: list[tuple[bool, float]] = []
     for first in workers:
-        pace = Pace.of(first)
-        queue_s = pace.rounded().prefill_s(first.num_queued_tokens) or 0.0
+        pace = taken[first.id.name]
+        queue_s = pace.prefill_s(first.num_queued_tokens) or 0.0
         if first.role is B:
             beyond = is_beyond(first, decodes=False) or is_beyond(first, decodes=True, in_s=queue_s)
             seconds = cost(pace, first.num_queued_tokens, uncached(first), first.num_active, 0.0)
@@ -316,7 +404,7 @@ def test_nothing_better_was_to_be_had(workers: list[Candidate], data: st.DataObj
                 if then.role is not P:
                     beyond = is_beyond(first, decodes=False) or is_beyond(then, decodes=True, in_s=ready_s)
                     transfer_s = uncached(then) * 10**6 / POLICY.transfer_bytes_per_s
-                    decode_s = cost(Pace.of(then), 0, 0, then.num_active, transfer_s)
+                    decode_s = cost(taken[then.id.name], 0, 0, then.num_active, transfer_s)
                     options.append((beyond, ready_s + decode_s))
     if not options:
         return
@@ -324,13 +412,13 @@ def test_nothing_better_was_to_be_had(workers: list[Candidate], data: st.DataObj
     within = [seconds for beyond, seconds in options if not beyond]
     chosen = found.prefill or found.decode
     assert chosen is not None and found.decode is not None
-    pace = Pace.of(chosen)
+    pace = taken[chosen.id.name]
     if found.prefill is None:
         seconds = cost(pace, chosen.num_queued_tokens, uncached(chosen), chosen.num_active, 0.0)
     else:
         transfer_s = uncached(found.decode) * 10**6 / POLICY.transfer_bytes_per_s
         seconds = cost(pace, chosen.num_queued_tokens, uncached(chosen), None, 0.0)
-        seconds += cost(Pace.of(found.decode), 0, 0, found.decode.num_active, transfer_s)
+        seconds += cost(taken[found.decode.id.name], 0, 0, found.decode.num_active, transfer_s)
     if within:
         assert found.is_within_limits
         assert seconds <= min(within) * (1 + 1e-9)
@@ -371,6 +459,12 @@ class Table:
         self.table = WorkerTable("t1", lambda: 1.0)
         self.rng = random.Random(11)
         self.workers: list[Worker] = []
+        self._register(num_each, rates)
+        self.table.snapshot()
+        for each in self.workers:  # it is known by now who is faster than others
+            self.table.report(each, each.load)
+
+    def _register(self, num_each: int, rates: Sequence[float]) -> None:
         for number in range(2 * num_each):
             name, role = (f"p{number}", P) if number < num_each else (f"d{number}", D)
             load = WorkerLoad(
@@ -398,9 +492,9 @@ def test_equal_requests_spread_evenly() -> None:
 
 def test_no_worker_starves() -> None:
     """A slow one gets its share as soon as the fast ones queue, and who holds nothing as soon as the holder does."""
-    table = Table(num_each=4, rates=(4096.0, 4096.0, 4096.0, 1024.0))
-    chosen = Counter(table.place(demand()).prefill.id.name for _ in range(130))  # type: ignore[union-attr]
-    assert chosen == {"p0": 40, "p1": 40, "p2": 40, "p3": 10}
+    table = Table(num_each=4, rates=(4096.0, 4096.0, 4096.0, 4096.0 / 1.49**3))
+    chosen = Counter(table.place(demand()).prefill.id.name for _ in range(129))  # type: ignore[union-attr]
+    assert chosen == {"p0": 39, "p1": 39, "p2": 39, "p3": 12}  # 39 / 1.49 ** 3 is 11.8
     table = Table(num_each=4)
     chosen = Counter(table.place(demand(held={"p0": 31})).prefill.id.name for _ in range(500))  # type: ignore[union-attr]
     assert chosen["p0"] == pytest.approx(2 * chosen["p1"], abs=6)  # it has 504 of 1,000 tokens to compute each time

@@ -129,10 +129,18 @@ def test_what_is_refused_counts_nowhere(limits: RateLimits) -> None:
 
 
 def test_keys_that_are_as_new_are_forgotten(limits: RateLimits, clock: Clock) -> None:
-    for index in range(100):
+    for index in range(5000):
         use(limits, Caller(f"k{index}", limits=Limits(requests_per_minute=60)))
         clock.now += 0.1
-    assert len(limits._keys) <= 11  # one request takes a second to be as if it had not been
+    assert len(limits._keys) <= 1000
+    limits.used_here()
+    assert len(limits._keys) <= 61  # those of the last six seconds, which others may not have heard of yet
+
+
+def test_keys_without_limits_are_not_kept(limits: RateLimits) -> None:
+    with limits.claimed(ANYONE), limits.claimed(Caller("k1")):
+        assert len(limits._keys) == 0
+        assert limits.num_changes == 0
 
 
 @settings(max_examples=50, deadline=None)

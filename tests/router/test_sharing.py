@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.candidate import Role, WorkerId
+from router.decisions import Decisions
+from router.rate_limits import RateLimits
 from router.shared_records import Assignment, RouterRecord, SentLoad, VersionedAssignment
 from router.sharing import Sharing
 from router.store import MemoryStore, StoreAway
@@ -93,10 +94,10 @@ class Routers:
         self.clock = Clock()
         self.store = MovableStore(self.clock)
         self.tables = [Table() for _ in range(number)]
-        self.sharing = [
-            Sharing(self.store, f"router {index}", f"10.0.0.{index}:8500", table, self.clock)
-            for index, table in enumerate(self.tables)
-        ]
+        self.limits = [RateLimits(self.clock) for _ in range(number)]
+        self.decisions = [Decisions(self.store, f"10.0.0.{index}:8500".format) for index in range(number)]
+        self.num_restarts = 0
+        self.sharing = [self._sharing(index, f"router {index}") for index in range(number)]
 
     async def exchange(self, times: int = 1) -> None:
         for _ in range(times):
@@ -105,10 +106,13 @@ class Routers:
 
     async def restart(self, index: int) -> None:
         """As a new process: it knows nothing, and its workers have registered as they started."""
-        self.tables[index] = Table()
-        self.sharing[index] = Sharing(
-            self.store, f"router {index} again", f"10.0.0.{index}:8500", self.tables[index], self.clock
-        )
+        self.tables[index], self.limits[index] = Table(), RateLimits(self.clock)
+        self.num_restarts += 1
+        self.sharing[index] = self._sharing(index, f"router {index} again {self.num_restarts}")
+
+    def _sharing(self, index: int, router_id: str) -> Sharing:
+        table, limits, decisions = self.tables[index], self.limits[index], self.decisions[index]
+        return Sharing(self.store, router_id, f"10.0.0.{index}:8500", table, limits, decisions, self.clock)
 
 
 async def test_each_sees_what_the_others_have_sent() -> None:
@@ -208,7 +212,7 @@ async def test_without_the_store_each_goes_on_by_itself_and_all_heals_after() ->
     assert routers.tables[1].elsewhere == {}
     assert routers.tables[1].assigned[A].role is Role.PREFILL
     routers.tables[1].assigned[B] = Assignment(Role.DECODE, is_drained=True)  # an operator, meanwhile
-    routers.sharing[1].decided("drain", worker="b")
+    routers.decisions[1].add("drain", "b")
     routers.store.is_away = False
     routers.store.lose_all()
     await routers.exchange(3)
@@ -218,25 +222,24 @@ async def test_without_the_store_each_goes_on_by_itself_and_all_heals_after() ->
     await routers.restart(0)
     await routers.exchange()
     assert routers.tables[0].assigned == wanted
-    (decision,) = await routers.store.tail("decisions", 10)
-    assert json.loads(decision)["what"] == "drain" and json.loads(decision)["worker"] == "b"
-
-
-async def test_decisions_are_written_once_in_order_and_not_without_bound() -> None:
-    routers = Routers(1)
-    routers.store.is_away = True
-    for number in range(1000):
-        routers.sharing[0].decided("role", number=number)
-    await routers.exchange()
-    routers.store.is_away = False
-    await routers.exchange(2)
-    numbers = [json.loads(entry)["number"] for entry in await routers.store.tail("decisions", 5000)]
-    assert numbers == list(range(900, 1000))
+    (decision,) = await routers.decisions[0].newest(10)
+    assert (decision.what, decision.worker, decision.router) == ("drain", "b", "10.0.0.1:8500")
 
 
 async def test_records_that_cannot_be_read_are_left_alone() -> None:
     routers = Routers(2)
-    for raw in (b"\xff", b"[]", b"null", b"{}", b'{"address": "x", "beat": "y", "loads": [1]}', b'{"role": 77}'):
+    raws = [
+        b"\xff",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"address": "x", "beat": "y", "loads": [1]}',
+        b'{"role": 77}',
+        b"[" * 10**5,
+    ]
+    infinite = b'"address": "x", "beat": Infinity, "loads": []'
+    raws.append(b'{"role": "decode", "drained": false, "version": Infinity, "writer": "x", ' + infinite + b"}")
+    for raw in raws:
         await routers.store.put("routers", "strange", raw, 60)
         await routers.store.put("assignments", "a@epoch of a", raw, 60)
         routers.tables[0].sent = {A: SentLoad(len(raw), 0, 0)}
@@ -246,7 +249,7 @@ async def test_records_that_cannot_be_read_are_left_alone() -> None:
 
 
 def test_records_come_back_as_they_were() -> None:
-    record = RouterRecord("[::1]:8500", 7, {A: SentLoad(1, 2, 3), WorkerId("ü:@ ", "e"): SentLoad()})
+    record = RouterRecord("[::1]:8500", 7, {A: SentLoad(1, 2, 3, 1), WorkerId("ü:@ ", "e"): SentLoad()})
     assert RouterRecord.from_bytes(record.to_bytes()) == record
     versioned = VersionedAssignment(Assignment(Role.BOTH, is_drained=True), 9, "writer")
     assert VersionedAssignment.from_bytes(versioned.to_bytes()) == versioned

@@ -247,12 +247,12 @@ def test_role_of_nobody_and_of_one_that_keeps_it(table: WorkerTable) -> None:
 
 
 def test_longest_sequence_is_what_the_largest_decoding_cache_holds(table: WorkerTable) -> None:
-    assert table.max_sequence_tokens is None
+    assert table.common.max_sequence_tokens is None
     table.register(profile("p", Role.PREFILL, num_blocks=900), READY)
-    assert table.max_sequence_tokens is None
+    assert table.common.max_sequence_tokens is None
     table.register(profile("d0", Role.DECODE, num_blocks=10), READY)
     table.register(profile("d1", Role.DECODE, num_blocks=20), READY)
-    assert table.max_sequence_tokens == 20 * 16
+    assert table.common.max_sequence_tokens == 20 * 16
 
 
 async def test_waiting_ends_with_a_change_or_the_time() -> None:
