@@ -102,7 +102,7 @@ def _question_lines(plan: DeploymentPlan) -> tuple[str, ...]:
     total, active = shape.total_weights.value / 1e9, shape.active_weights.value / 1e9
     return (
         f"{shape.name}, {total:.1f} billion weights in {question.weight_format}, {active:.1f} for a token; "
-        f"KV in {question.kv}; {question.hardware.name}",
+        f"KV in {question.kv}; {question.hardware.name} of {told(question.hardware.memory_bytes, 'B')}",
         f"{forecast.requests_per_s * 60:,.0f} requests/min, {forecast.prompt.mean:,.0f} tokens in and "
         f"{forecast.answer.mean:,.0f} out, {forecast.cache_hit_rate:.0%} cached; {_percent(plan)} of requests "
         f"within {told(targets.ttft_s, 's')} TTFT and {told(targets.tpot_s, 's')} TPOT",
@@ -135,13 +135,14 @@ def _fitting(alternatives: Sequence[Alternative]) -> str:
 
 
 def _pools(plan: DeploymentPlan) -> Table:
-    table = _table("pool", "workers", "GPUs each", "GPUs", "busy", "weights", "draft", "KV room", "of one GPU")
+    table = _table("pool", "workers", "GPUs each", "GPUs", "busy", "weights", "draft", "KV room")
     rows = [
         ("prefill", plan.prefill.num_workers, plan.prefill.num_gpus, plan.prefill.wait, plan.prefill.kind),
         ("decode", plan.decode.num_workers, plan.decode.num_gpus, plan.decode.wait, plan.decode.kind),
     ]
     if (both := plan.colocated) is not None:
-        rows.append(("both in one", both.num_workers, both.num_gpus, both.decode.wait, both.decode.kind))
+        busier = max(both.prefill.wait, both.decode.wait, key=lambda wait: wait.utilisation.value)
+        rows.append(("both in one", both.num_workers, both.num_gpus, busier, both.decode.kind))
     for name, num_workers, num_gpus, wait, kind in rows:
         table.add_row(
             name,
@@ -150,7 +151,6 @@ def _pools(plan: DeploymentPlan) -> Table:
             f"{num_gpus}",
             f"{wait.utilisation.value:.0%}",
             *_held(kind.memory),
-            f"{told(plan.question.hardware.memory_bytes, 'B')}",
         )
     return table
 

@@ -1,4 +1,4 @@
-"""The same plan with weights, and then the KV cache too, in eight bits."""
+"""The same plan with the KV cache, the weights or both in eight bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ class Alternative:
 
 def alternatives(question: Question) -> tuple[Alternative, ...]:
     eight_bits = "fp8" if question.hardware.fp8_flops else "int8"
-    asked = (question.weight_format, question.kv)
-    known = dict.fromkeys((asked, ("bf16", "bf16"), (eight_bits, "bf16"), (eight_bits, eight_bits)))
-    return tuple(_alternative(question, *formats) for formats in known)
+    weights = question.weight_format
+    formats = [(weights, question.kv), (weights, eight_bits)]
+    if weights == "bf16":
+        formats += [(eight_bits, question.kv), (eight_bits, eight_bits)]
+    return tuple(_alternative(question, *each) for each in dict.fromkeys(formats))
 
 
 def _alternative(question: Question, weights: str, kv: str) -> Alternative:

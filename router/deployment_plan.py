@@ -60,14 +60,15 @@ class Question:
 
     @property
     def weight_format(self) -> str:
-        name = self.shape.stored if self.weights == "auto" else self.weights
-        if name not in WEIGHT_FORMATS:
+        if self.weights != "auto":
+            return self.weights
+        if self.shape.stored not in WEIGHT_FORMATS:
             raise FailedPrecondition(
-                f"the weights are stored in {name!r}, which planning does not know; say in which they will be held: "
-                f"{', '.join(WEIGHT_FORMATS)}",
+                f"the weights are stored in {self.shape.stored!r}, which planning does not know; say what they will be "
+                f"held in: {', '.join(WEIGHT_FORMATS)}",
                 field="weights",
             )
-        return name
+        return self.shape.stored
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
@@ -76,7 +77,12 @@ class Question:
         if self.draft is None or self.draft.model is None:
             return (target,)
         stored = self.draft.model.stored
-        return target, Holding(self.draft.model, WEIGHT_FORMATS.get(stored, WEIGHT_FORMATS["bf16"]), KV_BYTES[self.kv])
+        if stored not in WEIGHT_FORMATS:
+            raise FailedPrecondition(
+                f"the draft model's weights are stored in {stored!r}; planning knows {', '.join(WEIGHT_FORMATS)}",
+                field="draft",
+            )
+        return target, Holding(self.draft.model, WEIGHT_FORMATS[stored], KV_BYTES[self.kv])
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,8 @@ def test_weights_in_an_unknown_format_are_asked_for() -> None:
     with pytest.raises(FailedPrecondition, match=r"stored in 'awq'.*bf16, fp8, int8, mxfp4"):
         plan(question(shape=packed))
     assert plan(question(shape=packed, weights="int8")).question.weight_format == "int8"
+    with pytest.raises(FailedPrecondition, match="the draft model's weights are stored in 'awq'"):
+        plan(question(draft=Draft(0.8, model=packed)))
 
 
 @pytest.mark.parametrize("hardware", HARDWARE)
