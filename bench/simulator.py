@@ -147,8 +147,7 @@ def main() -> None:
     found = figures(setting, measured)
     console.print(table_of(found, measured))
     console.print(
-        f"beside the timing: {1000 * measured.message_s:.2f} ms a message, {1000 * measured.step_s:.2f} ms a step, "
-        f"{1000 * measured.sequence_s:.2f} ms a sequence in it"
+        f"beside the timing: {1000 * measured.message_s:.2f} ms a message, {1000 * measured.step_s:.2f} ms a step"
     )
     result: dict[str, Any] = {
         "bench": "simulator",

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.tiny_moe import EOS, VOCAB_SIZE, build_tiny_moe
@@ -40,9 +40,7 @@ PROMPT = Lengths(220, 0.7, least=16, most=700)
 OUTPUT = Lengths(40, 0.6, least=4, most=120)
 _WARM_S = 4.0  # of the trace: workers have not measured themselves yet
 _DEADLINE_S = 120.0
-_NUM_ALONE = 6
-_NUM_TOGETHER = 6  # on each decode worker
-_SHORT = TracedRequest(0.0, 16, 30)
+_NUM_FITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +76,22 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What real processes take beside the timing: of each message, of each step and of each sequence in it."""
+    """`message_s` and `step_s`: what real processes take beside the timing, found with another trace before."""
 
     times: Sequence[Times]
     message_s: float
     step_s: float
-    sequence_s: float
 
 
-def costs(timing: StepTiming, step_s: float = 0.0, sequence_s: float = 0.0) -> StepCosts:
-    """As the simulator says it, with more in each step and for each sequence that decodes."""
+def costs(timing: StepTiming, step_s: float) -> StepCosts:
+    """As the simulator says it, with so much more in each step."""
     assert timing.scale == 1.0
     return StepCosts(
         prefill_base_s=timing.prefill_base_s + step_s,
         prefill_token_s=timing.prefill_token_s,
         prefill_pair_s=timing.prefill_pair_s,
         decode_base_s=timing.decode_base_s + step_s,
-        decode_sequence_s=timing.decode_sequence_s + sequence_s,
+        decode_sequence_s=timing.decode_sequence_s,
         decode_context_token_s=timing.decode_context_token_s,
     )
 
@@ -114,29 +111,27 @@ async def measure(setting: Setting, folder: Path) -> Measured:
     async with LocalCluster(config) as cluster, PdserveClient(cluster.router_address) as client:
         rng = random.Random(setting.seed)
         await _ask(client, TracedRequest(0.0, 100, 10), rng, time.monotonic())  # connections are made
-        message_s, step_s = await _alone(client, rng)
-        sequence_s = await _together(client, rng, setting.num_decode, step_s)
-        began_at = time.monotonic()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_flip(client, setting, began_at))
-            asking = []
-            for request in setting.trace:
-                await asyncio.sleep(max(0.0, began_at + request.at_s - time.monotonic()))
-                asking.append(tasks.create_task(_ask(client, request, rng, began_at)))
-        return Measured([task.result() for task in asking], message_s, step_s, sequence_s)
+        rehearsal = replace(setting, seconds=setting.seconds / 2, seed=setting.seed + 1)
+        message_s, step_s = _overheads(rehearsal, await _play_real(client, rehearsal.trace, rng))
+        flip = asyncio.create_task(_flip(client, setting))
+        try:
+            return Measured(await _play_real(client, setting.trace, rng), message_s, step_s)
+        finally:
+            await flip
 
 
-def play(setting: Setting, measured: Measured, seed: int) -> list[Times]:
+def play(setting: Setting, measured: Measured, seed: int, *, flips: bool = True) -> list[Times]:
+    """In the simulator."""
     roles = {
         **{f"prefill-{i}": Role.PREFILL for i in range(setting.num_prefill)},
         **{f"decode-{i}": Role.DECODE for i in range(setting.num_decode)},
     }
-    step_costs = costs(TIMING, measured.step_s, measured.sequence_s)
+    step_costs = costs(TIMING, measured.step_s)
     workers = [WorkerSpec(name, role, step_costs, NUM_BLOCKS, STEP_TOKENS, MAX_RUNNING) for name, role in roles.items()]
-    flip = RoleChange(setting.flip_at_s, setting.flipped, Role.PREFILL, hands_over=False)
+    changes = [RoleChange(setting.flip_at_s, setting.flipped, Role.PREFILL, hands_over=False)] if flips else []
     delays = Delays(message_s=measured.message_s, hand_over_s=2 * measured.message_s)
     outcomes: list[Outcome] = []
-    simulate(Scenario(workers, LAYOUT, delays, role_changes=[flip], seed=seed), setting.trace, outcomes.append)
+    simulate(Scenario(workers, LAYOUT, delays, role_changes=changes, seed=seed), setting.trace, outcomes.append)
     outcomes.sort(key=lambda outcome: outcome.at_s)
     failed = [outcome.error for outcome in outcomes if outcome.error]
     assert not failed, failed
@@ -147,32 +142,32 @@ def settled(times: Sequence[Times]) -> list[Times]:
     return [each for each in times if each.at_s >= _WARM_S]
 
 
-async def _flip(client: PdserveClient, setting: Setting, began_at: float) -> None:
-    await asyncio.sleep(max(0.0, began_at + setting.flip_at_s - time.monotonic()))
+async def _flip(client: PdserveClient, setting: Setting) -> None:
+    await asyncio.sleep(setting.flip_at_s)
     await client.set_role(setting.flipped, "prefill")
 
 
-async def _alone(client: PdserveClient, rng: random.Random) -> tuple[float, float]:
-    """From one request after another, each alone: a step more than it should take is a step's, the rest messages'."""
-    step_costs, messages, steps = costs(TIMING), [], []
-    for _ in range(_NUM_ALONE):
-        request = TracedRequest(0.0, 100, 20)
-        times = await _ask(client, request, rng, time.monotonic())
-        ideal_tpot_s = sum(step_costs.decode_s(1, 101 + i) for i in range(19)) / 19
-        steps.append(max(0.0, times.tpot_s - ideal_tpot_s))
-        messages.append(max(0.0, times.ttft_s - step_costs.prefill_s([(100, 100)]) - steps[-1]) / 4)
-    return statistics.median(messages), statistics.median(steps)
+async def _play_real(client: PdserveClient, trace: Sequence[TracedRequest], rng: random.Random) -> list[Times]:
+    began_at, asking = time.monotonic(), []
+    async with asyncio.TaskGroup() as tasks:
+        for request in trace:
+            await asyncio.sleep(max(0.0, began_at + request.at_s - time.monotonic()))
+            asking.append(tasks.create_task(_ask(client, request, rng, began_at)))
+    return [task.result() for task in asking]
 
 
-async def _together(client: PdserveClient, rng: random.Random, num_decode: int, step_s: float) -> float:
-    """What each further sequence of a step takes more than it should: messages of its tokens."""
-    began_at = time.monotonic()
-    number = _NUM_TOGETHER * num_decode
-    times = await asyncio.gather(*(_ask(client, _SHORT, rng, began_at) for _ in range(number)))
-    context = _NUM_TOGETHER * (_SHORT.num_prompt_tokens + _SHORT.num_output_tokens // 2)
-    ideal_s = costs(TIMING).decode_s(_NUM_TOGETHER, context) + step_s
-    more_s = statistics.median(each.tpot_s for each in times) - ideal_s
-    return max(0.0, more_s / (_NUM_TOGETHER - 1))
+def _overheads(setting: Setting, times: Sequence[Times]) -> tuple[float, float]:
+    """Of a message and of a step, with which the simulator has the mean times that were measured."""
+    message_s = step_s = 0.0
+    for _ in range(_NUM_FITS):
+        played = play(setting, Measured(times, message_s, step_s), 0, flips=False)
+        step_s = max(0.0, step_s + _mean(times, "tpot_s") - _mean(played, "tpot_s"))
+        message_s = max(0.0, message_s + (_mean(times, "ttft_s") - _mean(played, "ttft_s")) / 8)
+    return message_s, step_s
+
+
+def _mean(times: Sequence[Times], name: str) -> float:
+    return statistics.mean(getattr(each, name) for each in settled(times))
 
 
 async def _ask(client: PdserveClient, request: TracedRequest, rng: random.Random, began_at: float) -> Times:

@@ -185,6 +185,22 @@ def test_a_flip_pauses_for_what_is_written_last() -> None:
     assert token_s <= moved.ended_at_s - alone.ended_at_s - hand_over_s <= 16 * token_s + 1e-9
 
 
+def test_what_was_moved_counts_once_at_the_router() -> None:
+    """At 2 s there are about 265 tokens, in 17 blocks: they are in the reports, and no longer on their way."""
+    seen: list[Observed] = []
+
+    def plan(observed: Observed) -> Mapping[str, Role]:
+        seen.append(observed)
+        return {}
+
+    (alone,) = played(p_and_d(1, 2), TracedRequest(0.0, 100, 200))
+    flip = RoleChange(0.3, alone.decode, Role.PREFILL)
+    (moved,) = played(p_and_d(1, 2), TracedRequest(0.0, 100, 200), role_changes=[flip], planner=plan, plan_every_s=2.0)
+    (target,) = [worker for worker in seen[0].workers if worker.id.name == moved.decode]
+    assert (moved.num_moves, target.num_active) == (1, 1)
+    assert 16 <= target.num_blocks - target.num_free_blocks <= 18
+
+
 def test_a_flip_without_hand_over_leaves_what_is_there() -> None:
     (alone,) = played(p_and_d(1, 2), TracedRequest(0.0, 100, 60))
     flip = RoleChange(0.3, alone.decode, Role.PREFILL, hands_over=False)
