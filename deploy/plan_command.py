@@ -15,6 +15,7 @@ from deploy.plan_options import efficiency_options, format_options, hardware_opt
 
 if TYPE_CHECKING:
     from router.deployment_plan import Draft, Question
+    from router.forecast import Forecast
     from router.hardware import Hardware
     from router.model_shape import ModelShape
     from router.roofline import Efficiency
@@ -81,7 +82,6 @@ def plan(model: Path, explain: bool, as_json: bool, **settings: Any) -> None:
 
 def _question(path: Path, settings: dict[str, Any]) -> Question:
     from router.deployment_plan import Question
-    from router.forecast import Forecast, Lengths
     from router.model_config import read_model_shape
     from router.targets import Targets
 
@@ -89,13 +89,7 @@ def _question(path: Path, settings: dict[str, Any]) -> Question:
     return Question(
         shape=shape,
         hardware=_hardware(settings),
-        forecast=Forecast(
-            requests_per_s=settings["requests_per_min"] / 60,
-            prompt=Lengths.of("--prompt-tokens", settings["prompt_tokens"], settings["prompt_p90"]),
-            answer=Lengths.of("--answer-tokens", settings["answer_tokens"], settings["answer_p90"]),
-            cache_hit_rate=settings["cache_hit_rate"],
-            arrival_variability=settings["burstiness"],
-        ),
+        forecast=_forecast(settings),
         targets=Targets(
             ttft_s=settings["ttft_ms"] / 1000,
             tpot_s=settings["tpot_ms"] / 1000,
@@ -110,6 +104,48 @@ def _question(path: Path, settings: dict[str, Any]) -> Question:
         },
         memory_share=settings["memory_share"],
         link_efficiency=settings["link_efficiency"],
+    )
+
+
+def _forecast(settings: dict[str, Any]) -> Forecast:
+    """What was given, and of a trace what was not."""
+    from router.forecast import Forecast, Lengths
+
+    recorded = None if settings["trace"] is None else _recorded(settings["trace"])
+
+    def lengths(of: str) -> Lengths:
+        mean, p90 = settings[f"{of}_tokens"], settings[f"{of}_p90"]
+        if mean is not None:
+            return Lengths.of(f"--{of}-tokens", mean, p90)
+        if p90 is not None:
+            raise click.UsageError(f"--{of}-p90 needs --{of}-tokens, the mean")
+        if recorded is None:
+            raise click.UsageError(f"Missing option '--{of}-tokens', or a --trace to take it from")
+        return recorded.prompt if of == "prompt" else recorded.answer
+
+    per_min, burstiness = settings["requests_per_min"], settings["burstiness"]
+    if per_min is None and recorded is None:
+        raise click.UsageError("Missing option '--requests-per-min', or a --trace to take it from")
+    if burstiness is None:
+        burstiness = 1.0 if recorded is None else recorded.arrival_variability
+    return Forecast(
+        requests_per_s=recorded.requests_per_s if per_min is None and recorded else per_min / 60,
+        prompt=lengths("prompt"),
+        answer=lengths("answer"),
+        cache_hit_rate=settings["cache_hit_rate"],
+        arrival_variability=burstiness,
+    )
+
+
+def _recorded(path: Path) -> Forecast:
+    from router.forecast import Forecast
+    from router.traces import TraceOptions, read_trace
+
+    requests = list(read_trace(path, TraceOptions(seed=0)))
+    return Forecast.of_requests(
+        [request.at_s for request in requests],
+        [request.num_prompt_tokens for request in requests],
+        [request.num_output_tokens for request in requests],
     )
 
 

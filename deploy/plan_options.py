@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from deploy.options import group_of
@@ -11,10 +13,16 @@ _ABOVE_0, _AT_LEAST_0 = click.FloatRange(0, min_open=True), click.FloatRange(0)
 _SHARE = click.FloatRange(0, 1, min_open=True)
 
 traffic_options = group_of(
-    click.option("--requests-per-min", type=_ABOVE_0, required=True, help="How many come, at the busiest."),
-    click.option("--prompt-tokens", type=click.FloatRange(1), required=True, help="Of a prompt, on average."),
+    click.option(
+        "--trace",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Requests that were recorded (Mooncake's JSON lines, Azure's or BurstGPT's CSV): what is not given below "
+        "is taken from there.",
+    ),
+    click.option("--requests-per-min", type=_ABOVE_0, help="How many come, at the busiest."),
+    click.option("--prompt-tokens", type=click.FloatRange(1), help="Of a prompt, on average."),
     click.option("--prompt-p90", type=click.FloatRange(1), help="90 % are below this.  [default: all alike]"),
-    click.option("--answer-tokens", type=click.FloatRange(1), required=True, help="Of an answer, on average."),
+    click.option("--answer-tokens", type=click.FloatRange(1), help="Of an answer, on average."),
     click.option("--answer-p90", type=click.FloatRange(1), help="90 % are below this.  [default: all alike]"),
     click.option(
         "--cache-hit-rate",
@@ -26,9 +34,8 @@ traffic_options = group_of(
     click.option(
         "--burstiness",
         type=_AT_LEAST_0,
-        default=1.0,
-        show_default=True,
-        help="Of the time between requests, variance over squared mean. 1: Poisson. 0: a steady beat.",
+        help="Of the time between requests, variance over squared mean. 1: Poisson. 0: a steady beat.  [default: 1, or "
+        "the trace's]",
     ),
 )
 

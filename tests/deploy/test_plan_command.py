@@ -102,6 +102,29 @@ def test_own_figures_stand_for_those_of_the_table(folder: Path) -> None:
     assert hardware["memory_bytes_per_s"] == HARDWARE["H100"].memory_bytes_per_s
 
 
+def test_traffic_can_be_that_of_a_trace(folder: Path) -> None:
+    """Four requests in Azure's format: gaps of 1, 1 and 4 s, a mean of 2; 200 tokens in and 10 out on average."""
+    trace = folder / "trace.csv"
+    rows = ("00:00:00,100,10", "00:00:01,300,10", "00:00:02,100,10", "00:00:06,300,10")
+    lines = ("TIMESTAMP,ContextTokens,GeneratedTokens", *(f"2023-11-16 {row}" for row in rows))
+    trace.write_text("".join(f"{line}\n" for line in lines))
+    waits = {each["name"]: each["given"] for each in _prefill(document(folder / "LLAMA_3_70B", "--trace", trace))}
+    assert waits["prefill, servers busy"]["requests_per_s"] == 0.5
+    assert waits["prefill, mean wait"]["arrivals"] == pytest.approx(0.5)
+    faster = document(folder / "LLAMA_3_70B", "--trace", trace, "--requests-per-min", 600, "--burstiness", 2)
+    waits = {each["name"]: each["given"] for each in _prefill(faster)}
+    assert waits["prefill, servers busy"]["requests_per_s"] == 10
+    assert waits["prefill, mean wait"]["arrivals"] == 2
+    cached = {each["name"]: each["given"] for each in faster["figures"]["a prompt"]}["cached tokens of a prompt"]
+    assert cached["prompt"] == 200
+
+
+def _prefill(made: dict[str, Any]) -> list[dict[str, Any]]:
+    figures = made["figures"]["prefill pool"]
+    assert isinstance(figures, list)
+    return figures
+
+
 def test_efficiency_and_shares_can_be_given(folder: Path) -> None:
     usual = document(folder / "LLAMA_3_70B", *TRAFFIC)
     better = document(folder / "LLAMA_3_70B", *TRAFFIC, "--prefill-efficiency", 0.7, "--memory-efficiency", 0.9)
@@ -112,6 +135,9 @@ def test_efficiency_and_shares_can_be_given(folder: Path) -> None:
     ("arguments", "complaint"),
     [
         ((), "Missing option '--requests-per-min'"),
+        (TRAFFIC[:4], "Missing option '--answer-tokens'"),
+        (("--trace", "nowhere.csv"), "No such file"),
+        ((*TRAFFIC[:4], "--answer-p90", "9"), "--answer-p90 needs --answer-tokens"),
         ((*TRAFFIC, "--hardware", "H900"), "'H900' is not one of"),
         ((*TRAFFIC, "--cache-hit-rate", "1"), "1.0 is not in the range 0<=x<1"),
         ((*TRAFFIC, "--draft-cost", "0.1"), "--draft and --draft-cost need --acceptance"),
