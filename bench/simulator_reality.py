@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from bench.tiny_moe import EOS, VOCAB_SIZE, build_tiny_moe
 from deploy.local import ClusterConfig, LocalCluster
@@ -166,8 +167,8 @@ def _overheads(setting: Setting, times: Sequence[Times]) -> tuple[float, float]:
     return message_s, step_s
 
 
-def _mean(times: Sequence[Times], name: str) -> float:
-    return statistics.mean(getattr(each, name) for each in settled(times))
+def _mean(times: Sequence[Times], name: Literal["ttft_s", "tpot_s"]) -> float:
+    return statistics.mean(each.ttft_s if name == "ttft_s" else each.tpot_s for each in settled(times))
 
 
 async def _ask(client: PdserveClient, request: TracedRequest, rng: random.Random, began_at: float) -> Times:
