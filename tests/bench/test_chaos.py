@@ -58,7 +58,7 @@ async def tally_of(monkeypatch: pytest.MonkeyPatch, *parts: Part, leaving_share:
     for name, value in {**settings, "DEADLINE_S": 0.1, "SLACK_S": 0.2}.items():
         monkeypatch.setattr(chaos_load, name, value)
     load = Load("", [Question((1, 2), ANSWER)], random.Random(0), at_once=1)
-    monkeypatch.setattr(chaos_load, "PdserveClient", lambda address: Client(load.stop, parts))
+    monkeypatch.setattr(chaos_load, "PdserveClient", lambda address, direct=False: Client(load.stop, parts))
     await load.run()
     return load.tally
 

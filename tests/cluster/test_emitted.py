@@ -90,7 +90,7 @@ async def test_grammar(inference: inference_pb2_grpc.InferenceStub) -> None:
 async def test_beginning_that_its_grammar_rules_out(inference: inference_pb2_grpc.InferenceStub) -> None:
     sampling = pb.SamplingParams(temperature=1.0, seed=5, max_tokens=60, json_schema=SCHEMA)
     begun = tokens_of(await answer(inference, sampling, []))[:1]
-    says = r"emitted\[1\] is .*, which sampling.json_schema rules out"
+    says = r"emitted\[0\].ids\[1\] is .*, which sampling.json_schema rules out"
     with pytest.raises(InvalidArgument, match=says) as caught, service_errors():
         await answer(inference, sampling, begun * 2)
-    assert caught.value.field == "emitted"
+    assert caught.value.field == "emitted[0].ids"

@@ -200,9 +200,13 @@ class FakeWorker(prefill_pb2_grpc.PrefillServicer):
 
     async def _register(self, router_address: str) -> None:
         async with open_channel(router_address) as channel:
-            async for command in workers_grpc.WorkersStub(channel).Register(self._say()):
-                self.commands.append(command.set_role)
-                self.registered.set()
+            call = workers_grpc.WorkersStub(channel).Register(self._say())
+            try:
+                async for command in call:
+                    self.commands.append(command.set_role)
+                    self.registered.set()
+            finally:
+                call.cancel()  # or what it has still to say is waited for until it is collected
 
     async def _say(self) -> AsyncIterator[workers_pb2.WorkerReport]:
         yield workers_pb2.WorkerReport(hello=self.hello(), load=ready_load())
