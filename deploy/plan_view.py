@@ -22,7 +22,7 @@ from router.plan_figures import expert_figures, gains, plan_figures
 
 def print_plan(plan: DeploymentPlan, alternatives: Sequence[Alternative], out: Console) -> None:
     _lines(out, _question_lines(plan))
-    _lines(out, _verdict_lines(plan, alternatives))
+    _lines(out, _advice_lines(plan, alternatives))
     out.print(_pools(plan))
     out.print()
     out.print(_figures(plan))
@@ -54,8 +54,8 @@ def plan_document(plan: DeploymentPlan, alternatives: Sequence[Alternative]) -> 
     return {
         "model": plan.question.shape.name,
         "hardware": asdict(plan.question.hardware),
-        "disaggregate": plan.verdict.disaggregate,
-        "reasons": list(plan.verdict.reasons),
+        "disaggregate": plan.advice.disaggregate,
+        "reasons": list(plan.advice.reasons),
         "num_prefill": plan.prefill.num_workers,
         "num_decode": plan.decode.num_workers,
         "gpus_per_prefill_worker": plan.prefill.kind.layout.num_gpus,
@@ -114,13 +114,13 @@ def _percent(plan: DeploymentPlan) -> str:
     return f"{plan.question.targets.percentile * 100:.4g}%"
 
 
-def _verdict_lines(plan: DeploymentPlan, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
-    if plan.verdict.disaggregate:
+def _advice_lines(plan: DeploymentPlan, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
+    if plan.advice.disaggregate:
         first = f"Separate pools: {plan.prefill.num_workers} prefill, {plan.decode.num_workers} decode."
     else:
         assert plan.colocated is not None
         first = f"One pool, of workers that do both: {plan.colocated.num_workers}."
-    lines = [first, *(f"  {reason}" for reason in plan.verdict.reasons)]
+    lines = [first, *(f"  {reason}" for reason in plan.advice.reasons)]
     if not plan.is_within_budget:
         needed = f"There are {plan.question.num_gpus} GPUs, and {plan.num_chosen_gpus} are needed"
         lines.append(f"  {needed}. {_fitting(alternatives)}")
@@ -185,7 +185,7 @@ def _figures(plan: DeploymentPlan) -> Table:
     hidden = "hidden but for" if traffic.hides else "slower than prefill; at least"
     row(f"hand-over, {hidden}", told(traffic.exposed.value, "s"))
     for cost in plan.cost:
-        name = cost.name if plan.verdict.disaggregate else f"{cost.name}, one pool"
+        name = cost.name if plan.advice.disaggregate else f"{cost.name}, one pool"
         row(name, f"${cost.value:.3g}")
     return table
 

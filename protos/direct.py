@@ -24,13 +24,13 @@ _MAX_IN_VAIN = 2  # in a row: one worker may just have died, whom its router wil
 
 
 @dataclass(frozen=True, slots=True)
-class _BrokenOff:
-    """What a worker says has ended there. Whether that is all there is to it, the router tells."""
+class _Read:
+    """A worker has said all that it will. Whether more is to come from another, the router tells."""
 
     error: ServiceError
 
 
-Event: TypeAlias = "pb.GenerateResponse | ServiceError | _BrokenOff"
+Event: TypeAlias = "pb.GenerateResponse | ServiceError | _Read"
 
 
 class Direct:
@@ -58,22 +58,27 @@ class Direct:
         events, places = asyncio.Queue[Event](_MAX_WAITING), asyncio.Queue[pb.Directions]()
         room = asyncio.Semaphore(_MAX_WAITING)
         tasks = [
-            asyncio.create_task(_follow(router, request, timeout_s, events, places)),
+            asyncio.create_task(_follow(router, request, timeout_s, events)),
             asyncio.create_task(self._read(places, timeout_s, events, room)),
         ]
         num_tokens, is_finished = sum(len(each.ids) for each in request.emitted), False
         early: dict[int, pb.GenerateResponse] = {}
         summary: pb.GenerateResponse | None = None
-        broken: _BrokenOff | None = None
+        num_to_read = 0
+        missing: ServiceError = Interrupted("the answer broke off: tokens are missing")
         try:
             while summary is None or not is_finished:
-                if broken is not None and summary is not None:
-                    raise broken.error
+                if summary is not None and num_to_read == 0:
+                    raise missing
                 event = await events.get()
                 if isinstance(event, ServiceError):
                     raise event
-                if isinstance(event, _BrokenOff):
-                    broken = event
+                if isinstance(event, _Read):
+                    num_to_read, missing = num_to_read - 1, event.error
+                    continue
+                if event.HasField("directions"):
+                    num_to_read += 1
+                    places.put_nowait(event.directions)
                     continue
                 if event.HasField("usage"):
                     summary = event
@@ -101,19 +106,20 @@ class Direct:
         while True:
             place = await places.get()
             request = decode_pb2.ReadRequest(attempt_id=place.attempt_id, permit=place.permit)
-            has_read = False
+            has_read, where = False, f"at worker {place.worker_id!r}"
             try:
                 with service_errors():
                     async for message in self._stub(place.address).Read(request, timeout=timeout_s):
                         has_read, self._num_in_vain = True, 0
                         await room.acquire()
                         await events.put(message)
+                await events.put(_Read(Interrupted(f"the answer broke off {where}: it ended without its last token")))
             except DeadlineExceeded as error:
                 await events.put(error)
             except ServiceError as error:
-                told = Interrupted(f"the answer cannot be read at worker {place.worker_id!r}: {error}")
+                told = Interrupted(f"the answer cannot be read {where}: {error}")
                 if has_read or isinstance(error, Interrupted):
-                    await events.put(_BrokenOff(told))
+                    await events.put(_Read(told))
                 else:
                     self._unreached()
                     await events.put(told)
@@ -135,7 +141,6 @@ async def _follow(
     request: Asked,
     timeout_s: float | None,
     events: asyncio.Queue[Event],
-    places: asyncio.Queue[pb.Directions],
 ) -> None:
     """What the router says. Cancelled, it ends the answer."""
     if isinstance(request, pb.ChatRequest):
@@ -146,11 +151,8 @@ async def _follow(
     try:
         with service_errors(router.nobody_there):
             async for response in call:
-                if response.HasField("directions"):
-                    places.put_nowait(response.directions)
-                else:
-                    await events.put(response)
-                    has_summary = response.HasField("usage")
+                await events.put(response)
+                has_summary = response.HasField("usage")
             if not has_summary:
                 raise Internal("the answer ended without its summary")
     except ServiceError as error:

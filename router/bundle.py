@@ -10,7 +10,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import grpc.aio
 
@@ -54,7 +53,7 @@ class Bundle:
     def stream(self) -> Iterator[tuple[int, Inbox]]:
         """For one answer: its number, and where it comes."""
         number = next(self._numbers)
-        self._inboxes[number] = inbox = Inbox(lambda pause: self._say(stream=number, pause=pause))
+        self._inboxes[number] = inbox = Inbox(lambda pause: self._pause(number, pause))
         try:
             yield number, inbox
         finally:
@@ -64,11 +63,13 @@ class Bundle:
         self._reading.cancel()
         await asyncio.wait([self._reading])
 
-    def _say(self, **fields: Any) -> None:
-        self._commands.put_nowait(decode_pb2.BundleCommand(**fields))
+    def _pause(self, number: int, pause: bool) -> None:
+        """Where it is not open, an answer comes in its own call, which is read or not."""
+        if self.is_open:
+            self._commands.put_nowait(decode_pb2.BundleCommand(stream=number, pause=pause))
 
     async def _read(self, channel: grpc.aio.Channel) -> None:
-        self._say(bundle_id=self.id)
+        self._commands.put_nowait(decode_pb2.BundleCommand(bundle_id=self.id))
         opening: grpc.aio.StreamStreamMultiCallable[decode_pb2.BundleCommand, bytes] = channel.stream_stream(
             _METHOD, decode_pb2.BundleCommand.SerializeToString
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from protos.errors import FailedPrecondition
+from router.advice import Advice, advise
 from router.capacity import fewest_gpus
 from router.colocated_pool import ColocatedPool, size_colocated
 from router.decode_pool import DecodePool, size_decode
@@ -22,7 +23,6 @@ from router.precision import KV_BYTES, WEIGHT_FORMATS
 from router.prefill_pool import PrefillPool, size_prefill
 from router.roofline import DENSE_EFFICIENCY, Efficiency, Roofline, usual_efficiency
 from router.targets import Targets
-from router.verdict import Verdict, judge
 from router.worker_kind import StepTokens, Unreachable, WorkerKind
 
 
@@ -93,7 +93,7 @@ class DeploymentPlan:
     colocated: ColocatedPool | None
     no_colocated: str  # why there is none
     traffic: KvTraffic
-    verdict: Verdict
+    advice: Advice
 
     @property
     def num_gpus(self) -> int:
@@ -101,8 +101,8 @@ class DeploymentPlan:
 
     @property
     def num_chosen_gpus(self) -> int:
-        """Of two pools or of one, as the verdict is."""
-        return self.num_gpus if self.verdict.disaggregate or self.colocated is None else self.colocated.num_gpus
+        """Of two pools or of one, as is advised."""
+        return self.num_gpus if self.advice.disaggregate or self.colocated is None else self.colocated.num_gpus
 
     @property
     def is_within_budget(self) -> bool:
@@ -159,7 +159,7 @@ def plan(question: Question) -> DeploymentPlan:
         colocated=colocated,
         no_colocated=reason,
         traffic=traffic,
-        verdict=judge(question.forecast, prefill, decode, colocated, reason),
+        advice=advise(question.forecast, prefill, decode, colocated, reason),
     )
 
 

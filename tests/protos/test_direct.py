@@ -88,10 +88,11 @@ async def test_router_that_ends_without_a_summary_is_not_waited_for() -> None:
             await answer(client, Sampling(max_tokens=2))
 
 
-async def test_end_that_is_lost_on_its_way_from_the_worker_is_asked_for() -> None:
-    """The worker has made it and the router has it, but the connection to the client has broken."""
+@pytest.mark.parametrize("breaks_off", [Interrupted("its client has stopped reading"), None])
+async def test_end_that_is_lost_on_its_way_from_the_worker_is_asked_for(breaks_off: Exception | None) -> None:
+    """The worker has made it and the router has it, but the client has not, however the stream ended."""
     both = Both([tokens(1, 1)], [tokens(0, 0), SUMMARY])
-    both.breaks_off = Interrupted("its client has stopped reading")
+    both.breaks_off = breaks_off
     both.go_on.set()
     async with reading_from(both) as client, asyncio.timeout(20):
         parts = client.generate("x", sampling=Sampling(max_tokens=3))

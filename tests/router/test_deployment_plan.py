@@ -89,20 +89,20 @@ def test_prefill_and_decode_compute_about_as_much_per_token(chapter: DeploymentP
 @pytest.mark.parametrize(("per_min", "separate"), [(60, False), (300, False), (450, False), (1000, True), (3000, True)])
 def test_few_requests_are_served_by_one_pool(per_min: float, separate: bool) -> None:
     made = plan(question(per_min))
-    assert made.verdict.disaggregate is separate
+    assert made.advice.disaggregate is separate
     assert made.colocated is not None
     if separate:
         assert made.num_gpus < made.colocated.num_gpus
     else:
         assert made.colocated.num_gpus <= made.num_gpus
-        assert f"{per_min:.0f} requests/min are fewer than 500" in " ".join(made.verdict.reasons)
-        assert f"{made.num_gpus} GPUs in two pools, {made.colocated.num_gpus} in one" in made.verdict.reasons[0]
+        assert f"{per_min:.0f} requests/min are fewer than 500" in " ".join(made.advice.reasons)
+        assert f"{made.num_gpus} GPUs in two pools, {made.colocated.num_gpus} in one" in made.advice.reasons[0]
 
 
 def test_a_tight_time_per_token_takes_separate_pools() -> None:
     """Prompts take their time from the steps of workers that do both: these must be faster to begin with."""
     made = plan(question(3000, targets=Targets(ttft_s=0.5, tpot_s=0.025)))
-    assert made.verdict.disaggregate
+    assert made.advice.disaggregate
     assert made.colocated is not None
     assert made.colocated.num_gpus > 1.2 * made.num_gpus
     assert made.colocated.slowdown.value > 1.3

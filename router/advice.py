@@ -13,22 +13,22 @@ WORTHWHILE_PER_MIN = 500  # requests: below, a second pool is more to run than i
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Advice:
     disaggregate: bool
     reasons: tuple[str, ...]
 
 
-def judge(
+def advise(
     forecast: Forecast,
     prefill: PrefillPool,
     decode: DecodePool,
     colocated: ColocatedPool | None,
     no_colocated: str,
-) -> Verdict:
+) -> Advice:
     per_min = forecast.requests_per_s * 60
     apart = prefill.num_gpus + decode.num_gpus
     if colocated is None:
-        return Verdict(True, (f"no number of workers that do both keeps to the targets: {no_colocated}",))
+        return Advice(True, (f"no number of workers that do both keeps to the targets: {no_colocated}",))
     together = colocated.num_gpus
     compared = f"{apart} GPUs in two pools, {together} in one, for the same TTFT and TPOT"
     shares = f"{prefill.wait.utilisation.value:.0%} and {decode.wait.utilisation.value:.0%}"
@@ -39,7 +39,7 @@ def judge(
     )
     if per_min < WORTHWHILE_PER_MIN and 2 * apart > together:
         few = f"{per_min:.0f} requests/min are fewer than {WORTHWHILE_PER_MIN}, from where a second pool pays"
-        return Verdict(False, (compared, few, busy, slowed))
+        return Advice(False, (compared, few, busy, slowed))
     if apart < together:
-        return Verdict(True, (compared, slowed))
-    return Verdict(False, (compared, busy, slowed))
+        return Advice(True, (compared, slowed))
+    return Advice(False, (compared, busy, slowed))
