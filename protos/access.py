@@ -12,17 +12,21 @@ _BY_SERVICE: dict[str, Scope | None] = {  # None: whoever can reach us
     "inference.GRPCInferenceService": Scope.INFER,
     "pdserve.v1.Inference": Scope.INFER,
     "pdserve.v1.Pools": Scope.OPERATE,
+    "pdserve.v1.Plans": Scope.OPERATE,
+    "pdserve.v1.Insights": Scope.READ,
     "pdserve.v1.Workers": Scope.CLUSTER,
     "pdserve.v1.Prefill": Scope.CLUSTER,
     "pdserve.v1.Decode": Scope.CLUSTER,
     "pdserve.v1.Bundles": Scope.CLUSTER,
     "pdserve.v1.Direct": None,  # it asks for the permit that the router gave
     "pdserve.v1.Faults": Scope.CLUSTER,
+    "pdserve.v1.Inside": Scope.CLUSTER,
 }
 _BY_METHOD: dict[str, Scope | None] = {  # where it is not that of the service
     "grpc.health.v1.Health/Watch": ANY_KEY,  # it lasts: strangers could hold all the calls that a server bears
     "pdserve.v1.Pools/GetStatus": Scope.READ,
     "pdserve.v1.Pools/ListDecisions": Scope.READ,
+    "pdserve.v1.Plans/GetPlan": Scope.READ,
     "inference.GRPCInferenceService/ServerLive": None,
     "inference.GRPCInferenceService/ServerReady": None,
 }

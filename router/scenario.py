@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from model.kv_layout import KVLayout
-from router.candidate import Candidate, Role
+from router.candidate import Role
 from router.config import AdmissionPolicy, PlacementPolicy, RelayPolicy
+from router.observation import Observation
 from router.step_costs import StepCosts
 from router.traced_request import PREFIX_BLOCK_TOKENS
 
@@ -62,28 +63,7 @@ class RoleChange:
     hands_over: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a router knows of a request when it comes."""
-
-    at_s: float
-    num_prompt_tokens: int
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What a router knows, for who sets the roles: `arrived` since it was last asked, and answers that have `ended`:
-    tokens of the prompt and of the answer, time to the first token and per token of the rest."""
-
-    now_s: float
-    workers: Sequence[Candidate]
-    num_waiting: int  # at the router
-    arrived: Sequence[Arrival]
-    ended: Sequence[tuple[int, int, float, float | None]]
-
-
-Planner = Callable[[Observed], Mapping[str, Role]]
+Planner = Callable[[Observation], Mapping[str, Role]]
 """Returns the roles that workers are to have from now on; those it does not name keep theirs."""
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from router.cache_changes import CacheChanges
 from router.candidate import Role
+from router.observation import Answered, Arrival, Observation
 from router.outcomes import Outcome, Totals
-from router.scenario import Arrival, Failure, Observed, RoleChange, Scenario
+from router.scenario import Failure, RoleChange, Scenario
 from router.simulated_cluster import SimulatedCluster
 from router.simulated_moves import SimulatedMoves
 from router.simulated_router import SimulatedRouter
@@ -52,7 +53,7 @@ class Simulation:
         self._reported: dict[str, tuple[WorkerLoad, float]] = {}
         self._feed_numbers: dict[str, int] = {}
         self._arrived: list[Arrival] = []
-        self._answered: list[tuple[int, int, float, float | None]] = []
+        self._answered: list[Answered] = []
         self.after_event: Callable[[], None] = lambda: None  # for who checks that something always holds
 
     def run(self) -> Totals:
@@ -102,8 +103,15 @@ class Simulation:
     def _ended(self, outcome: Outcome) -> None:
         self._totals.add(outcome)
         if self._scenario.planner is not None and outcome.ttft_s is not None:
-            num_tokens = outcome.num_prompt_tokens, outcome.num_output_tokens
-            self._answered.append((*num_tokens, outcome.ttft_s, outcome.tpot_s))
+            self._answered.append(
+                Answered(
+                    outcome.num_prompt_tokens,
+                    outcome.num_cached_tokens,
+                    outcome.num_output_tokens,
+                    outcome.ttft_s,
+                    outcome.tpot_s,
+                )
+            )
         self._told(outcome)
 
     def _start(self, worker: SimulatedWorker) -> None:
@@ -162,7 +170,7 @@ class Simulation:
         arrived, self._arrived = self._arrived, []
         answered, self._answered = self._answered, []
         workers = tuple(self._router.table.snapshot())
-        roles = scenario.planner(Observed(now, workers, self._router.gate.num_waiting, arrived, answered))
+        roles = scenario.planner(Observation(now, workers, self._router.gate.num_waiting, arrived, answered))
         for name, role in roles.items():
             self._change_role(RoleChange(now, name, Role(role)))
         self._time.later(scenario.plan_every_s, self._plan)

@@ -9,8 +9,9 @@ import pytest
 
 from router.candidate import Role
 from router.config import AdmissionPolicy, LimitPolicy, PlacementPolicy
+from router.observation import Observation
 from router.outcomes import Slo, Totals
-from router.scenario import Delays, Failure, Observed, RoleChange, Scenario
+from router.scenario import Delays, Failure, RoleChange, Scenario
 from router.simulator import simulate
 from router.step_costs import Experts
 from router.traced_request import TracedRequest
@@ -187,9 +188,9 @@ def test_a_flip_pauses_for_what_is_written_last() -> None:
 
 def test_what_was_moved_counts_once_at_the_router() -> None:
     """At 2 s there are about 265 tokens, in 17 blocks: they are in the reports, and no longer on their way."""
-    seen: list[Observed] = []
+    seen: list[Observation] = []
 
-    def plan(observed: Observed) -> Mapping[str, Role]:
+    def plan(observed: Observation) -> Mapping[str, Role]:
         seen.append(observed)
         return {}
 
@@ -239,9 +240,9 @@ def test_the_gate_refuses_what_would_wait_too_long() -> None:
 
 
 def test_a_planner_is_asked_and_obeyed() -> None:
-    seen: list[Observed] = []
+    seen: list[Observation] = []
 
-    def plan(observed: Observed) -> Mapping[str, Role]:
+    def plan(observed: Observation) -> Mapping[str, Role]:
         seen.append(observed)
         return {"d1": Role.PREFILL} if len(seen) == 2 else {}
 
@@ -249,8 +250,8 @@ def test_a_planner_is_asked_and_obeyed() -> None:
     outcomes = played(p_and_d(1, 2), *trace, planner=plan, plan_every_s=1.0)
     assert [observed.now_s for observed in seen[:3]] == [1.0, 2.0, 3.0]
     assert [arrival.at_s for arrival in seen[0].arrived] == pytest.approx([0.5, 0.9])
-    assert sum(len(observed.ended) for observed in seen) >= 10
-    assert seen[0].ended[0][:2] == (100, 5)
+    assert sum(len(observed.answered) for observed in seen) >= 10
+    assert (seen[0].answered[0].num_prompt_tokens, seen[0].answered[0].num_output_tokens) == (100, 5)
     assert [len([w for w in observed.workers if w.role is Role.PREFILL]) for observed in seen[:3]] == [1, 1, 2]
     assert {outcome.decode for outcome in outcomes if outcome.at_s > 2.0} == {"d0"}
 

@@ -1,0 +1,39 @@
+"""What a router knows when it plans: its workers, what has come and what has been answered since it last did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.candidate import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request when it comes."""
+
+    at_s: float
+    num_prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that has got its answer. `tpot_s` is None where there was no second token."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt: found in a prefix cache
+    num_output_tokens: int
+    ttft_s: float
+    tpot_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """`arrived` and `answered` since the last time."""
+
+    now_s: float  # on the clock of `arrived`
+    workers: Sequence[Candidate]
+    num_waiting: int  # at the router
+    arrived: Sequence[Arrival]
+    answered: Sequence[Answered]
