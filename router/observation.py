@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from router.candidate import Candidate
@@ -21,6 +21,8 @@ class Arrival:
 class Answered:
     """A request that has got its answer. `tpot_s` is None where there was no second token."""
 
+    arrived_at_s: float
+    ended_at_s: float
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt: found in a prefix cache
     num_output_tokens: int
@@ -29,11 +31,22 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class Running:
+    """A request that a worker has, and that has got so much of its answer."""
+
+    arrived_at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
-    """`arrived` and `answered` since the last time."""
+    """`arrived` and `answered`: since the last time."""
 
     now_s: float  # on the clock of `arrived`
     workers: Sequence[Candidate]
     num_waiting: int  # at the router
     arrived: Sequence[Arrival]
     answered: Sequence[Answered]
+    running: Sequence[Running] = ()
+    fixed: Collection[str] = ()  # workers that keep their roles, by name

@@ -105,6 +105,8 @@ class Simulation:
         if self._scenario.planner is not None and outcome.ttft_s is not None:
             self._answered.append(
                 Answered(
+                    outcome.at_s,
+                    outcome.ended_at_s,
                     outcome.num_prompt_tokens,
                     outcome.num_cached_tokens,
                     outcome.num_output_tokens,
@@ -170,7 +172,8 @@ class Simulation:
         arrived, self._arrived = self._arrived, []
         answered, self._answered = self._answered, []
         workers = tuple(self._router.table.snapshot())
-        roles = scenario.planner(Observation(now, workers, self._router.gate.num_waiting, arrived, answered))
+        num_waiting, running = self._router.gate.num_waiting, self.cluster.running()
+        roles = scenario.planner(Observation(now, workers, num_waiting, arrived, answered, running))
         for name, role in roles.items():
             self._change_role(RoleChange(now, name, Role(role)))
         self._time.later(scenario.plan_every_s, self._plan)
