@@ -122,9 +122,13 @@ def requests_table(listed: Sequence[RequestSummary], zone: tzinfo | None = None)
 
 
 def _what_happened(request: RequestSummary) -> str:
-    counts = {"retry": request.num_retries, "resume": request.num_resumes, "move": request.num_moves}
-    told_of = [f"{number} {word}" for word, number in counts.items() if number]
-    return ", ".join([request.error, *told_of] if request.error else told_of)
+    counts = {
+        ("retry", "retries"): request.num_retries,
+        ("resume", "resumes"): request.num_resumes,
+        ("move", "moves"): request.num_moves,
+    }
+    happened = [f"{number} {one if number == 1 else many}" for (one, many), number in counts.items() if number]
+    return ", ".join([request.error, *happened] if request.error else happened)
 
 
 def traffic_lines(traffic: Traffic) -> list[str]:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from decode.draft_planner import DraftPlanner
 from decode.service import DecodeService
 from deploy import worker_metrics
 from deploy.cache_feed import CacheFeed
@@ -135,12 +136,16 @@ class Worker:
             observe=self._observe,
         )
         self._pool.on_release = self._wake
-        tls, guard = config.security.tls, Guard(secret)
-        self._server = GrpcServer(config.host, config.port, tls=tls, guard=guard, limits=LIMITS)
-        seams.serve(self._server, self._prefill, self._decode)
-        inside = InsideService(self._worker_id, planner, self._experts, self._sender, self._decode.receiver)
-        self._server.add(insights_pb2_grpc.add_InsideServicer_to_server, inside)
+        self._server = self._server_with(Guard(secret), seams, planner)
         self._tokenizer_digest = tokenizer_digest(folder)
+
+    def _server_with(self, guard: Guard, seams: Seams, planner: DraftPlanner) -> GrpcServer:
+        config = self._config
+        server = GrpcServer(config.host, config.port, tls=config.security.tls, guard=guard, limits=LIMITS)
+        seams.serve(server, self._prefill, self._decode)
+        inside = InsideService(self._worker_id, planner, self._experts, self._sender, self._decode.receiver)
+        server.add(insights_pb2_grpc.add_InsideServicer_to_server, inside)
+        return server
 
     def _sender_of(self, span: CacheSpan, sums: BlockSums, seams: Seams) -> Sender:
         return Sender(

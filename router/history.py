@@ -99,7 +99,7 @@ class History:
         return running if running_only else chain(running, self._ended, self._refused)
 
     def _message(self, each: Followed | _Ended) -> bytes:
-        return each.message if isinstance(each, _Ended) else summary_of(each)
+        return each.message if isinstance(each, _Ended) else summary_of(each)[1]
 
     def _end_answered(self, followed: Followed, answered: Answered | None) -> None:
         if answered is not None:
@@ -129,8 +129,7 @@ class History:
         self._keep(self._ended, followed, "failed", reason)
 
     def _keep(self, kept: deque[_Ended], followed: Followed, state: str, reason: str = "") -> None:
-        total_s = self._clock() - followed.clock.received_at
-        kept.append(_Ended(followed.clock.received_at, total_s, summary_of(followed, state, reason)))
+        kept.append(_Ended(followed.clock.received_at, *summary_of(followed, state, reason)))
 
 
 def _is_refusal(followed: Followed, error: ServiceError) -> bool:

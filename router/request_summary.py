@@ -29,9 +29,9 @@ def answered_of(followed: Followed) -> Answered | None:
     )
 
 
-def summary_of(followed: Followed, ended: str = "", reason: str = "") -> bytes:
-    """A serialized RequestSummary. `ended`: how; empty for one that runs. Of several answers workers and stages are
-    the first one's, and numbers those of all."""
+def summary_of(followed: Followed, ended: str = "", reason: str = "") -> tuple[float, bytes]:
+    """Its total time, and a serialized RequestSummary. `ended`: how; empty for one that runs. Of several answers
+    workers and stages are the first one's, and numbers those of all."""
     answers, summary = followed.answers, _summary(followed)
     first = answers[0] if answers else None
     placement = None if first is None or not (first.is_under_way or ended) else first.placement
@@ -51,7 +51,7 @@ def summary_of(followed: Followed, ended: str = "", reason: str = "") -> bytes:
         tenant=followed.tenant,
     )
     message.received_at.FromMicroseconds(round(followed.received_at * 1e6))
-    return message.SerializeToString()
+    return message.timeline.total_s, message.SerializeToString()
 
 
 def _summary(followed: Followed) -> pb.GenerateResponse | None:
