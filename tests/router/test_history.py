@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
+from protos import inference_pb2, kserve_pb2_grpc, prefill_pb2
 from protos import kserve_pb2 as kserve
-from protos import kserve_pb2_grpc
 from protos.caller import Caller, Scope
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
@@ -192,6 +192,35 @@ async def test_several_answers_are_one_request(fleet: FakeFleet, client: Pdserve
     assert told.timeline == summary.timeline
     seen = await traffic(fleet)
     assert seen.ttft_s.count == 1 and seen.output_tokens_per_s * seen.window_s == pytest.approx(18)
+
+
+async def test_of_several_answers_what_the_first_found_in_the_cache_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([5, 17, 18])
+
+    def stats(request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillStats:
+        cached = next(found)
+        return prefill_pb2.PrefillStats(prompt_tokens=inference_pb2.PromptTokens(computed=21 - cached, cached=cached))
+
+    monkeypatch.setattr("tests.router.fakes._prefill_stats", stats)
+    async with running_fleet(num_prefill=1, num_decode=1) as fleet, PdserveClient(fleet.router.address) as client:
+        async for _ in client.generate(PROMPT, sampling=GREEDY, n=3):
+            pass
+        (told,) = await listed(fleet)
+        assert told.num_cached_tokens == 5
+        assert (await traffic(fleet)).cached_share == pytest.approx(5 / 21)
+
+
+async def test_who_leaves_with_the_whole_answer_has_it(fleet: FakeFleet) -> None:
+    message = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT))
+    message.sampling.max_tokens = 3
+    answering = fleet.router.inference.generate(message, None)
+    async for raw in answering:
+        if inference_pb2.GenerateResponse.FromString(raw).HasField("usage"):
+            break
+    await answering.aclose()
+    (told,) = await listed(fleet)
+    assert (told.state, told.num_output_tokens) == ("done", 3)
+    assert (await traffic(fleet)).ttft_s.count == 1
 
 
 @pytest.mark.parametrize(
