@@ -14,6 +14,7 @@ from rich.console import Console
 
 from deploy import asking_options, door_options, options, security_options
 from deploy.decision_command import decisions
+from deploy.insight_commands import requests, traffic
 from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.model_commands import model
@@ -268,6 +269,8 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connec
 
 
 cli.add_command(decisions)
+cli.add_command(requests)
+cli.add_command(traffic)
 cli.add_command(model)
 cli.add_command(plan)
 cli.add_command(key)

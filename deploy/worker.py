@@ -13,11 +13,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from decode.draft_planner import DraftPlanner
 from decode.service import DecodeService
 from deploy import worker_metrics
 from deploy.cache_feed import CacheFeed
 from deploy.drafting import draft_planner
+from deploy.expert_shares import ExpertShares
 from deploy.fault_seams import FaultySeams, Seams
+from deploy.inside import InsideService
 from deploy.registrations import Registrations, Told
 from deploy.reporter import Reporter
 from deploy.runners import load_runner, max_context_tokens, warm_up
@@ -42,7 +45,7 @@ from model.model_source import resolve_model
 from model.runner import Chunk, ModelRunner, StepOutput
 from model.tokenizer import Tokenizer
 from prefill.service import PrefillService
-from protos import workers_pb2
+from protos import insights_pb2_grpc, workers_pb2
 from protos.errors import ServiceError
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
@@ -82,7 +85,7 @@ class Worker:
         self._epoch = secrets.token_hex(8)
         self._worker_id = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self._is_draining = False
-        self._meter = StepMeter()
+        self._meter, self._experts = StepMeter(), ExpertShares()
         self._pool = BlockPool(runner.num_blocks)
         secret = config.security.secret()
         self._credentials = config.security.credentials(secret)
@@ -109,6 +112,7 @@ class Worker:
             wake=self._wake,
             grammars=grammars,
         )
+        planner = draft_planner(config, runner, model, self._max_context_tokens)
         self._decode = DecodeService(
             pool=self._pool,
             description=self._description(),
@@ -119,7 +123,7 @@ class Worker:
             max_running=config.max_running,
             lease_s=config.lease_s,
             wake=self._wake,
-            planner=draft_planner(config, runner, model, self._max_context_tokens),
+            planner=planner,
             prompts_wait=lambda: self._prefill.scheduler.can_run,
             verification=verification(config.verify_kv, sums, runner.layout, runner.num_blocks),
             unpacking=self._unpacking,
@@ -132,10 +136,16 @@ class Worker:
             observe=self._observe,
         )
         self._pool.on_release = self._wake
-        tls, guard = config.security.tls, Guard(secret)
-        self._server = GrpcServer(config.host, config.port, tls=tls, guard=guard, limits=LIMITS)
-        seams.serve(self._server, self._prefill, self._decode)
+        self._server = self._server_with(Guard(secret), seams, planner)
         self._tokenizer_digest = tokenizer_digest(folder)
+
+    def _server_with(self, guard: Guard, seams: Seams, planner: DraftPlanner) -> GrpcServer:
+        config = self._config
+        server = GrpcServer(config.host, config.port, tls=config.security.tls, guard=guard, limits=LIMITS)
+        seams.serve(server, self._prefill, self._decode)
+        inside = InsideService(self._worker_id, planner, self._experts, self._sender, self._decode.receiver)
+        server.add(insights_pb2_grpc.add_InsideServicer_to_server, inside)
+        return server
 
     def _sender_of(self, span: CacheSpan, sums: BlockSums, seams: Seams) -> Sender:
         return Sender(
@@ -189,6 +199,7 @@ class Worker:
     def _observe(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         self._meter.observe(chunks, output)
         worker_metrics.observe_step(chunks, output)
+        self._experts.add(output.expert_load)
 
     def _watch(self, stack: AsyncExitStack) -> str:
         """Exports metrics and serves them; returns where."""

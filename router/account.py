@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from router.admission import Gate
 from router.dispatch import Dispatch
@@ -12,15 +13,19 @@ from router.placement import Placement
 from router.rate_limits import Allowance
 from router.turns import Admitted
 
+if TYPE_CHECKING:
+    from router.progress import Progress
+
 
 @dataclass(slots=True, eq=False)
 class Account:
     """`admitted`: none of its answers waits at the gate any more. `kept`: load that was counted for answers that have
-    not begun yet. `num_output_tokens`: of each that has ended."""
+    not begun yet. `answers`: those that have. `num_output_tokens`: of each that has ended."""
 
     allowance: Allowance
     admitted: Admitted | None = None
     kept: list[Dispatch] = field(default_factory=list)
+    answers: list[Progress] = field(default_factory=list)
     num_output_tokens: list[int] = field(default_factory=list)
 
     def let_in(self, admitted: Admitted) -> Dispatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +49,23 @@ class AdmissionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class SloPolicy:
+    """What is promised: the first token and, on average, each later one in time, to this share of requests."""
+
+    ttft_s: float = 1.0
+    tpot_s: float = 0.1
+    percentile: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        for name in ("ttft_s", "tpot_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number of seconds above 0")
+        if not 0 < self.percentile < 1:
+            raise ValueError(f"percentile is {self.percentile}; it must be above 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """`metrics_port` None serves no metrics, `http_port` None no HTTP; port 0 takes any that is free.
 
@@ -68,6 +86,7 @@ class RouterConfig:
     relay: RelayPolicy = RelayPolicy()
     admission: AdmissionPolicy = AdmissionPolicy()
     placement: PlacementPolicy = PlacementPolicy()
+    slo: SloPolicy = SloPolicy()
     security: Security = field(default_factory=Security)
     keys_file: Path | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)

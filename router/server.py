@@ -22,7 +22,7 @@ from model.config import ModelConfig
 from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
-from protos import kserve_pb2_grpc, workers_pb2_grpc
+from protos import insights_pb2_grpc, kserve_pb2_grpc, workers_pb2_grpc
 from protos.caller import Authenticator
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
@@ -31,6 +31,8 @@ from router.admission import Gate
 from router.card import ModelCard
 from router.config import RouterConfig
 from router.decisions import Decisions
+from router.history import History
+from router.insights_service import InsightsService
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
@@ -43,6 +45,7 @@ from router.service import SERVICE, InferenceService
 from router.shared_table import SharedWorkers
 from router.sharing import Sharing
 from router.store import MemoryStore, Store
+from router.traffic import Traffic
 from router.workers import WorkerTable
 
 if TYPE_CHECKING:
@@ -106,6 +109,8 @@ class Router:
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self._limits = RateLimits()
+        traffic = Traffic(config.slo)
+        history = History([traffic])
         self.inference = InferenceService(
             card,
             self.table,
@@ -114,6 +119,7 @@ class Router:
             self._limits,
             config.max_prompt_bytes,
             offers_direct=config.direct,
+            history=history,
         )
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
@@ -124,6 +130,8 @@ class Router:
         self._decisions = Decisions(self._store, lambda: self.address)
         self._pools = PoolsService(self.table, card.name, self.inference, self._decisions)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
+        insights = InsightsService(history, traffic, self.table, self._links)
+        self._server.add(insights_pb2_grpc.add_InsightsServicer_to_server, insights)
         self._kserve = KServeService(self.inference, card, self._is_ready)
         if config.kserve:
             self._server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, self._kserve)

@@ -13,7 +13,7 @@ from functools import partial
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, NotFound
 from router.cache_changes import CacheChanges
-from router.candidate import Role, WorkerId
+from router.candidate import Candidate, Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
 from router.fleet import Fleet
 from router.placement import Placement
@@ -143,6 +143,11 @@ class WorkerTable:
         self._stale.add(worker)
         self._tell_dispatches(worker)
         self._notify()
+
+    def registered(self, name: str) -> Candidate:
+        """As placement sees it. Raises NotFound: no worker has this name."""
+        worker = self._registered(name)
+        return worker.candidate(self._is_ready(worker), self._clock())
 
     def sent_elsewhere(self, worker: Worker, load: SentLoad) -> None:
         """What other routers have sent there."""

@@ -35,7 +35,10 @@ def test_help_lists_the_commands_in_the_order_a_newcomer_needs_them() -> None:
     result = pdserve("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.partition("Commands:")[2].splitlines() if line]
-    assert " ".join(listed) == "demo up worker router generate chat status role drain decisions model plan key"
+    assert (
+        " ".join(listed)
+        == "demo up worker router generate chat status role drain decisions requests traffic model plan key"
+    )
 
 
 @pytest.mark.parametrize("command", [*cli.commands, "model build"])
