@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from router.candidate import Candidate
+from router.candidate import Candidate, WorkerId
+from router.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,15 @@ class Answered:
     tpot_s: float | None
 
 
+class LearntTimes(Protocol):
+    """What steps take, as far as that is known: `router.fleet_models.FleetModels`."""
+
+    def costs_of(self, worker_id: WorkerId) -> StepCosts: ...
+
+    def confidences_of(self, worker_id: WorkerId) -> tuple[float, float]:
+        """In prefill and decode, each 0 to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """`arrived` and `answered` since the last time."""
@@ -37,3 +48,4 @@ class Observation:
     num_waiting: int  # at the router
     arrived: Sequence[Arrival]
     answered: Sequence[Answered]
+    models: LearntTimes | None = None  # None: nothing is learnt here

@@ -103,6 +103,7 @@ EDGES = {
     "router/relay.py",
     "router/server.py",
     "router/service.py",
+    "router/step_messages.py",
     "router/timeline.py",
     "router/validation.py",
 }

@@ -16,6 +16,8 @@ import pytest
 from deploy import reporter
 from deploy.cache_feed import CacheFeed
 from deploy.reporter import Reporter
+from deploy.step_feed import StepFeed
+from deploy.step_meter import StepMeter
 from model.block_pool import BlockPool
 from protos import workers_pb2, workers_pb2_grpc
 from protos.credentials import Credentials
@@ -62,7 +64,9 @@ async def reporting_to(
     server.add(workers_pb2_grpc.add_WorkersServicer_to_server, router)
     await server.start()
     hello, load = workers_pb2.WorkerHello(worker_id="w"), workers_pb2.WorkerLoad()
-    reporter = Reporter(server.address, hello, lambda: load, CacheFeed(BlockPool(4)), credentials)
+    reporter = Reporter(
+        server.address, hello, lambda: load, CacheFeed(BlockPool(4)), StepFeed(StepMeter()), credentials
+    )
     running = asyncio.create_task(reporter.run())
     try:
         yield running
