@@ -240,6 +240,7 @@ class Worker:
             metrics_address=metrics_address,
             max_context_tokens=self._max_context_tokens,
             max_running=self._config.max_running,
+            max_step_tokens=self._config.max_step_tokens,
             hardware=hardware_name(self._runner),
             calibration=steps_message(self._calibrated),
         )

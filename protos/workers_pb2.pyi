@@ -88,6 +88,7 @@ class WorkerHello(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     HARDWARE_FIELD_NUMBER: _builtins.int
     CALIBRATION_FIELD_NUMBER: _builtins.int
+    MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.str
     """new at each process start"""
@@ -113,6 +114,8 @@ class WorkerHello(_message.Message):
     """sequences that decode at once; 0: not said"""
     hardware: _builtins.str
     """what it computes with; workers that say the same are taken to be equally fast"""
+    max_step_tokens: _builtins.int
+    """computed in one step, at most; 0: not said"""
     @_builtins.property
     def layout(self) -> _decode_pb2.KVLayout: ...
     @_builtins.property
@@ -139,10 +142,11 @@ class WorkerHello(_message.Message):
         max_running: _builtins.int = ...,
         hardware: _builtins.str = ...,
         calibration: Global___StepsReport | None = ...,
+        max_step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calibration", b"calibration", "drafter", b"drafter", "epoch", b"epoch", "flippable", b"flippable", "hardware", b"hardware", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calibration", b"calibration", "drafter", b"drafter", "epoch", b"epoch", "flippable", b"flippable", "hardware", b"hardware", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "max_running", b"max_running", "max_step_tokens", b"max_step_tokens", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from router.candidate import WorkerId
+from router.candidate import PrefillTimes, WorkerId
 from router.measured_steps import PrefillSteps, Steps
 from router.profile import WorkerProfile
 from router.step_costs import Experts, StepCosts
@@ -27,6 +27,7 @@ _LEAST_EXPECTED_S = 1e-9
 _MOST_KINDS = 64  # that are remembered without workers
 _MOST_LEFT = 1000  # workers that have left and may come back
 _NAME_LENGTH = 160
+_LOOK_S = 1.0  # between looks of placement at what was learnt
 _CENTRE_S = 1.0  # between looks at how slow the middle one is
 
 
@@ -59,7 +60,7 @@ class FleetModels:
             return
         measured = self._left.pop(profile.id, None)
         if measured is None:
-            measured = _Measured(kind_of(profile))
+            measured = _Measured(kind_of(profile), profile.max_step_tokens)
         kind = self._kinds.pop(measured.kind, None) or _Kind(self._experts)
         self._kinds[measured.kind] = kind
         self._workers[profile.id] = kind.workers[profile.id] = measured
@@ -106,6 +107,20 @@ class FleetModels:
             return 1.0, 1.0
         now = self._clock()
         return math.exp(measured.prefill.at(now)), math.exp(measured.decode.at(now))
+
+    def prefill_times_of(self, worker_id: WorkerId, now: float) -> PrefillTimes | None:
+        """As they were a second ago at most: it is asked for whenever something is sent to the worker. None while nothing
+        is known."""
+        measured = self._workers.get(worker_id)
+        if measured is None or measured.max_step_tokens < 1:
+            return None
+        if now - measured.looked_at >= _LOOK_S:
+            model, slow = self._kinds[measured.kind].model, math.exp(measured.prefill.at(now))
+            base_s, token_s, pair_s = model.prefill_coefficients
+            confidence, most = model.prefill_confidence, measured.max_step_tokens
+            times = PrefillTimes(base_s * slow, token_s * slow, pair_s * slow, confidence, most)
+            measured.looked_at, measured.prefill_times = now, times if confidence > 0.0 else None
+        return measured.prefill_times
 
     def kinds(self) -> list[KindModel]:
         """By name, those that have workers. Changes nothing: metrics are read in a thread of their own."""
@@ -172,9 +187,12 @@ class _Measured:
     """Of one worker."""
 
     kind: str
+    max_step_tokens: int
     was_calibrated: bool = False
     prefill: _Slowness = field(default_factory=_Slowness)
     decode: _Slowness = field(default_factory=_Slowness)
+    prefill_times: PrefillTimes | None = None
+    looked_at: float = -math.inf
 
 
 class _Centre:

@@ -95,6 +95,7 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
         metrics_address=hello.metrics_address,
         max_context_tokens=hello.max_context_tokens or None,
         max_running=max(0, hello.max_running),
+        max_step_tokens=max(0, hello.max_step_tokens),
         hardware=hello.hardware,
         calibration=tuple(steps_from_message(hello.calibration, "hello.calibration")),
     )
@@ -149,6 +150,7 @@ def status_of(
             metrics_address=profile.metrics_address,
             max_context_tokens=profile.max_context_tokens or 0,
             max_running=profile.max_running,
+            max_step_tokens=profile.max_step_tokens,
             hardware=profile.hardware,
         ),
         load=workers_pb2.WorkerLoad(state=_STATES[state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),

@@ -29,6 +29,7 @@ class WorkerProfile:
     metrics_address: str = ""
     max_context_tokens: int | None = None  # None: as many as the model allows
     max_running: int = 0  # sequences that decode at once; 0: not known
+    max_step_tokens: int = 0  # computed in one step; 0: not known
     hardware: str = ""
     calibration: tuple[Steps, ...] = ()  # measured before it registered
 

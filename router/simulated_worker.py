@@ -71,6 +71,7 @@ class SimulatedWorker:
             layout=self.layout,
             num_blocks=spec.num_blocks,
             max_running=spec.max_running,
+            max_step_tokens=spec.max_step_tokens,
             runner="simulated",
             hardware=spec.hardware,
         )
@@ -234,16 +235,15 @@ class SimulatedWorker:
         batch, now = self.batch, self._time.now
         num_decoding, took_s = batch.num_decoding, now - step.began_at
         if step.is_mixed:
-            self.prefill_busy_s += took_s
-            gap_s = took_s
+            gap_s, self.prefill_busy_s = took_s, self.prefill_busy_s + took_s
             self._meter_prompts(step, num_decoding, took_s)
         else:
             self.decode_busy_s += took_s
             per_step = self.spec.costs.tokens_per_step
             first_s = per_step * batch.rounds_s(1)
             gap_s = per_step * (took_s - batch.rounds_s(step.num_rounds - 1))
-            num_context = batch.num_context_tokens + num_decoding * (step.num_rounds - 1) / 2
-            self.meter.decoded(step.num_rounds, num_decoding, first_s, gap_s, per_step, num_context)
+            context = batch.num_context_tokens + num_decoding * (step.num_rounds - 1) / 2
+            self.meter.decoded(step.num_rounds, num_decoding, first_s, gap_s, per_step, context)
         stopped = batch.advance(1 if step.is_mixed else step.num_rounds, gap_s) if num_decoding else []
         firsts = self._computed(step)
         written = self.queue.complete() if step.prompts else []
@@ -255,9 +255,8 @@ class SimulatedWorker:
         chunks = _chunks_of(step)
         num_tokens = num_decoding + sum(count for count, _ in chunks)
         if num_tokens > num_decoding + len(chunks):
-            is_pure = not num_decoding and all(count > 1 for count, _ in chunks)
-            num_pairs = sum(count * context for count, context in chunks) if is_pure else 0
-            self.meter.prefilled(num_tokens, took_s, num_pairs)
+            is_mixed = num_decoding or any(count == 1 for count, _ in chunks)
+            self.meter.prefilled(num_tokens, took_s, 0 if is_mixed else sum(n * context for n, context in chunks))
 
     def _computed(self, step: Step) -> list[Decoding]:
         """Returns who has a token of it."""
@@ -296,5 +295,5 @@ class SimulatedWorker:
 
 def _chunks_of(step: Step) -> list[tuple[int, int]]:
     """Tokens, and tokens of context with them, while it is in progress."""
-    chunks = [(count, each.num_computed + count) for each, count in step.prompts]
-    return chunks + [(count, each.num_tokens - each.num_uncomputed + count) for each, count in step.computing]
+    prompts = [(count, each.num_computed + count) for each, count in step.prompts]
+    return prompts + [(count, each.num_tokens - each.num_uncomputed + count) for each, count in step.computing]

@@ -106,6 +106,14 @@ class StepModel:
         return replace(self._first, **values)
 
     @property
+    def prefill_coefficients(self) -> Sequence[float]:
+        """Of the base, a token and a pair: what `costs` has of them."""
+        first = self._first
+        if self._prefill is None:
+            return first.prefill_base_s, first.prefill_token_s, first.prefill_pair_s
+        return self._prefill.coefficients
+
+    @property
     def prefill_confidence(self) -> float:
         return 0.0 if self._prefill is None else self._prefill.confidence
 

@@ -203,7 +203,8 @@ class WorkerTable:
             self._stale.add(oldest)
         for worker in self._stale:
             if self._workers.get(worker.profile.id.name) is worker:
-                self._fleet.put(worker.candidate(self._is_ready(worker), now))
+                times = self.models.prefill_times_of(worker.profile.id, now)
+                self._fleet.put(worker.candidate(self._is_ready(worker), now, times))
         self._stale.clear()
         return self._fleet
 
