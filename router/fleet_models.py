@@ -109,8 +109,10 @@ class FleetModels:
         return math.exp(measured.prefill.at(now)), math.exp(measured.decode.at(now))
 
     def prefill_times_of(self, worker_id: WorkerId, now: float) -> PrefillTimes | None:
-        """As they were a second ago at most: it is asked for whenever something is sent to the worker. None while nothing
-        is known."""
+        """As they were a second ago at most: it is asked for whenever something is sent to the worker.
+
+        None while nothing is known.
+        """
         measured = self._workers.get(worker_id)
         if measured is None or measured.max_step_tokens < 1:
             return None
