@@ -24,7 +24,8 @@ def hardware_name(runner: ModelRunner, cpu_info: Path = _CPU_INFO) -> str:
 
     if runner.cache_device_id >= 0:
         return torch.cuda.get_device_name(runner.cache_device_id)
-    return f"{_cpu_name(cpu_info)}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"{_cpu_name(cpu_info)}, {num_threads} thread{'s' * (num_threads != 1)}"
 
 
 def _cpu_name(cpu_info: Path) -> str:

@@ -157,7 +157,7 @@ class FleetModels:
 def kind_of(profile: WorkerProfile) -> str:
     """In words, for people too."""
     drafter = "" if profile.drafter in ("", "none") else f", {profile.drafter}"
-    what = f"{profile.runner or 'unknown'} {profile.kernels}".strip()
+    what = " ".join(dict.fromkeys([profile.runner, profile.kernels])).strip() or "unknown"
     hardware = f" on {profile.hardware}" if profile.hardware else ""
     return f"{what}{hardware}{drafter}"[:_NAME_LENGTH] + f" [{profile.layout.fingerprint[:8]}]"
 

@@ -97,7 +97,7 @@ def test_a_real_model_is_measured_unless_that_is_switched_off(tiny_model: Path) 
     runner = TorchRunner.load(tiny_model, num_blocks=80, block_size=16, num_threads=1)
     assert {type(each) for each in calibration(options, tiny_model, runner)} == {PrefillSteps, DecodeSteps}
     assert calibration(replace(options, calibrate="off"), tiny_model, runner) == ()
-    assert ", 1 threads" in hardware_name(runner)
+    assert ", 1 thread" in hardware_name(runner)
 
 
 def test_timed_workers_are_alike_if_they_have_the_same_formula() -> None:
@@ -109,5 +109,5 @@ def test_timed_workers_are_alike_if_they_have_the_same_formula() -> None:
 def test_the_processor_is_named(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A CPU @ 2.0GHz\nprocessor\t: 1\n")
     runner = TorchRunner.load(tiny_model, num_blocks=80, block_size=16, num_threads=1)
-    assert hardware_name(runner, tmp_path / "cpuinfo") == "A CPU @ 2.0GHz, 1 threads"
-    assert hardware_name(runner, tmp_path / "none").endswith(", 1 threads")
+    assert hardware_name(runner, tmp_path / "cpuinfo") == "A CPU @ 2.0GHz, 1 thread"
+    assert hardware_name(runner, tmp_path / "none").endswith(", 1 thread")
