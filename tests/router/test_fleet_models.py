@@ -115,6 +115,21 @@ def test_a_slower_one_of_a_kind_is_seen_and_spoils_nothing() -> None:
     assert max(map(played.worst_error, played.truths)) < 0.09
 
 
+def test_a_slower_one_with_a_load_of_its_own_does_not_bend_the_model() -> None:
+    """It takes twice as long, and has the large batches more often than the others: to them these would seem slow."""
+    played = Played({"a": TRUE, "b": TRUE, "c": TRUE, "slow": TRUE.scaled(2.0)})
+    for _ in range(40):
+        played.play(1, only="abc")
+        for _ in range(2):
+            batch = played.rng.randint(40, 64), 60000
+            step_s = 2.0 * TRUE.decode_s(*batch) * played.rng.gauss(1, 0.03)
+            played.models.observe(WorkerId("slow", "1"), [DecodeSteps(*batch, step_s)])
+    (kind,) = played.models.kinds()
+    for context in (20000, 60000):
+        assert kind.costs.decode_s(50, context) == pytest.approx(TRUE.decode_s(50, context), rel=0.06)
+    assert played.models.slowness_of(WorkerId("slow", "1"))[1] == pytest.approx(2.0, rel=0.08)
+
+
 def test_when_all_become_slower_the_model_does() -> None:
     """And none of them is said to be slower than its kind."""
     played = Played(dict.fromkeys("abc", TRUE))
