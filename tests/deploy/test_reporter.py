@@ -72,7 +72,7 @@ async def reporting_to(
     await server.start()
     hello, load = workers_pb2.WorkerHello(worker_id="w"), workers_pb2.WorkerLoad()
     reporter = Reporter(
-        server.address, hello, lambda: load, CacheFeed(BlockPool(4)), StepFeed(StepMeter()), credentials
+        server.address, hello, lambda: load, CacheFeed(BlockPool(4)), StepFeed(meter or StepMeter()), credentials
     )
     running = asyncio.create_task(reporter.run())
     try:

@@ -118,7 +118,7 @@ def test_a_slower_one_of_a_kind_is_seen_and_spoils_nothing() -> None:
 def test_a_slower_one_with_a_load_of_its_own_does_not_bend_the_model() -> None:
     """It takes twice as long, and has the large batches more often than the others: to them these would seem slow."""
     played = Played({"a": TRUE, "b": TRUE, "c": TRUE, "slow": TRUE.scaled(2.0)})
-    for _ in range(40):
+    for _ in range(150):
         played.play(1, only="abc")
         for _ in range(2):
             batch = played.rng.randint(40, 64), 60000
@@ -126,7 +126,7 @@ def test_a_slower_one_with_a_load_of_its_own_does_not_bend_the_model() -> None:
             played.models.observe(WorkerId("slow", "1"), [DecodeSteps(*batch, step_s)])
     (kind,) = played.models.kinds()
     for context in (20000, 60000):
-        assert kind.costs.decode_s(50, context) == pytest.approx(TRUE.decode_s(50, context), rel=0.06)
+        assert kind.costs.decode_s(50, context) == pytest.approx(TRUE.decode_s(50, context), rel=0.08)
     assert played.models.slowness_of(WorkerId("slow", "1"))[1] == pytest.approx(2.0, rel=0.08)
 
 
