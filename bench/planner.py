@@ -28,7 +28,7 @@ from router.candidate import Role
 from router.config import AdmissionPolicy, LimitPolicy, PlacementPolicy
 from router.observation import Observation
 from router.outcomes import Outcome
-from router.planner import Models, Planner, PlanPolicy
+from router.planner import Planner, PlanPolicy
 from router.scenario import Delays, RoleChange, Scenario, WorkerSpec
 from router.scenario import Planner as Asked
 from router.simulator import simulate
@@ -126,7 +126,7 @@ def _rule(name: str, load: Load) -> tuple[Asked, float] | None:
     match name:
         case "planner":
             policy = PlanPolicy(load.slo, most_wait_s=2 * load.slo.ttft_s, max_step_tokens=STEP_TOKENS)
-            planner = Planner(policy, Models(lambda worker: COSTS))
+            planner = Planner(policy)
             return lambda observation: planner.propose(observation).roles, PLAN_EVERY_S
         case "throughput":
             return ThroughputPlanner(COSTS, load.slo, STEP_TOKENS, 16 * BLOCKS, RUNNING), THROUGHPUT_EVERY_S

@@ -19,6 +19,7 @@ from router.card import ModelCard
 from router.profile import WorkerProfile
 from router.request import Request
 from router.shared_records import Decision
+from router.step_messages import steps_from_message
 from router.worker import DumpCache, Routers, Worker, WorkerLoad, WorkerState
 
 _STATES = {
@@ -69,7 +70,7 @@ def role_from_value(value: int, field: str) -> Role:
 
 
 def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
-    """Raises InvalidArgument for a layout or a context that cannot be, or a role that is none."""
+    """Raises InvalidArgument for a layout, a context or steps that cannot be, or a role that is none."""
     try:
         layout = KVLayout(**{field.name: getattr(hello.layout, field.name) for field in fields(KVLayout)})
     except ValueError as error:
@@ -94,6 +95,9 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
         metrics_address=hello.metrics_address,
         max_context_tokens=hello.max_context_tokens or None,
         max_running=max(0, hello.max_running),
+        max_step_tokens=max(0, hello.max_step_tokens),
+        hardware=hello.hardware,
+        calibration=tuple(steps_from_message(hello.calibration, "hello.calibration")),
     )
 
 
@@ -146,6 +150,8 @@ def status_of(
             metrics_address=profile.metrics_address,
             max_context_tokens=profile.max_context_tokens or 0,
             max_running=profile.max_running,
+            max_step_tokens=profile.max_step_tokens,
+            hardware=profile.hardware,
         ),
         load=workers_pb2.WorkerLoad(state=_STATES[state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
         role=_ROLES[worker.role],

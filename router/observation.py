@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from router.candidate import Candidate
+from router.candidate import Candidate, WorkerId
+from router.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,15 @@ class Answered:
     tpot_s: float | None
 
 
+class LearntTimes(Protocol):
+    """What steps take, as far as that is known: `router.fleet_models.FleetModels`."""
+
+    def costs_of(self, worker_id: WorkerId) -> StepCosts: ...
+
+    def confidences_of(self, worker_id: WorkerId) -> tuple[float, float]:
+        """In prefill and decode, each 0 to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A request that a worker has, and that has got so much of its answer."""
@@ -50,3 +61,4 @@ class Observation:
     answered: Sequence[Answered]
     running: Sequence[Running] = ()
     fixed: Collection[str] = ()  # workers that keep their roles, by name
+    models: LearntTimes | None = None  # None: nothing is learnt here

@@ -9,23 +9,23 @@ chance, and by more than the change costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from router.candidate import Candidate, Role
 from router.load_watch import LoadWatch
-from router.observation import Observation
+from router.observation import LearntTimes, Observation
 from router.outcomes import Slo
 from router.outlook import Outlook
 from router.pool_plan import PoolPlan, Proposal, RatioForecast
 from router.replay import replay
 from router.role_choice import choose_roles
-from router.step_costs import StepCosts
 
 _LOADS = ((1.0, 0.6), (1.3, 0.25), (1.8, 0.15))  # times what is expected, and how much that counts
 _HOPELESS = 0.2  # so much less attainment than another ratio under the first load: the others are not tried
 _MOST_RATIOS = 24  # that are tried each time
 _LEAST_ANSWERS, _LEAST_PAST_S = 20, 30.0  # to plan for: long answers are not known before
+_LEAST_CONFIDENCE = 0.2  # in the step times, to plan with them
 _SHARE = 0.9  # of the times that a ratio is said to give
 
 
@@ -52,14 +52,6 @@ class PlanPolicy:
     block_size: int = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """`costs_of` a worker, as learnt, and how far they are to be trusted, from 0 to 1."""
-
-    costs_of: Callable[[Candidate], StepCosts]
-    confidence: Callable[[], float] = lambda: 1.0
-
-
 @dataclass(slots=True)
 class _Option:
     """A way to share the workers: the roles that would change. `met`: by load, for each request whether it met both
@@ -77,14 +69,14 @@ class _Option:
 class Planner:
     """`propose` remembers what it has seen."""
 
-    def __init__(self, policy: PlanPolicy, models: Models, seed: int = 0) -> None:
+    def __init__(self, policy: PlanPolicy, seed: int = 0) -> None:
         self._policy = policy
-        self._models = models
         self._watch = LoadWatch(seed)
         self._plan: PoolPlan | None = None
         self._flipped_at_s = -math.inf
         self._wanted: tuple[int, int] | None = None  # sizes that were proposed last, and how often in a row
         self._num_wanted = 0
+        self._confidence = 0.0
 
     def propose(self, observation: Observation) -> Proposal:
         self._watch.observe(observation)
@@ -94,7 +86,11 @@ class Planner:
             return self._keep(num_prefill, len(workers), "as it is: a role has no worker that is ready")
         if self._watch.is_idle or self._watch.num_answers < _LEAST_ANSWERS or self._watch.past_s < _LEAST_PAST_S:
             return self._keep(num_prefill, len(workers), "as it is: too little has come lately to plan for")
-        outlook = self._outlook(workers, observation)
+        models = observation.models
+        self._confidence = 0.0 if models is None else min(_confidence(models, worker) for worker in workers)
+        if models is None or self._confidence < _LEAST_CONFIDENCE:
+            return self._keep(num_prefill, len(workers), "as it is: it is not known yet how long steps take")
+        outlook = self._outlook(workers, observation, models)
         options = self._options(outlook)
         best = max(options, key=lambda option: (option.worth, -len(option.roles)))
         as_is = next(option for option in options if not option.roles)
@@ -114,16 +110,16 @@ class Planner:
         sizes, before = (ratio.num_prefill, ratio.num_decode), self._plan
         is_new = before is None or (before.num_prefill, before.num_decode) != sizes
         epoch = (0 if before is None else before.epoch) + is_new
-        self._plan = PoolPlan(epoch, *sizes, reason, ratio.goodput, self._models.confidence())
+        self._plan = PoolPlan(epoch, *sizes, reason, ratio.goodput, self._confidence)
         return self._plan
 
-    def _outlook(self, workers: Sequence[Candidate], observation: Observation) -> Outlook:
+    def _outlook(self, workers: Sequence[Candidate], observation: Observation, models: LearntTimes) -> Outlook:
         policy, watch = self._policy, self._watch
         per_s = watch.requests_per_s(policy.ahead_s)
         expected = watch.expected(per_s)
         return Outlook(
             workers=workers,
-            costs={worker.id.name: self._models.costs_of(worker) for worker in workers},
+            costs={worker.id.name: models.costs_of(worker.id) for worker in workers},
             expected=expected,
             forecast=watch.forecast(per_s, expected),
             running=watch.running(),
@@ -189,6 +185,11 @@ class Planner:
         if gain < policy.clear_gain and self._num_wanted < policy.num_confirmations:
             return as_is, f"as it is, until {to} has been found better {policy.num_confirmations} times; {told}"
         return best, f"{to}: {told}"
+
+
+def _confidence(models: LearntTimes, worker: Candidate) -> float:
+    """In what it would do after a change as well."""
+    return min(models.confidences_of(worker.id))
 
 
 def _is_beyond_chance(as_is: _Option, best: _Option, least_sigmas: float) -> bool:

@@ -21,6 +21,8 @@ def answered_of(followed: Followed) -> Answered | None:
     assert followed.account is not None
     made, timeline = followed.account.num_output_tokens, summary.timeline
     return Answered(
+        arrived_at_s=followed.clock.received_at,
+        ended_at_s=followed.clock.now(),
         num_prompt_tokens=summary.usage.prompt_tokens,
         num_cached_tokens=_num_cached_tokens(followed),
         num_output_tokens=sum(made),

@@ -36,7 +36,7 @@ from router.insights_service import InsightsService
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
-from router.metrics import QueueCollector, WorkersCollector
+from router.metrics import QueueCollector, StepModelsCollector, WorkersCollector
 from router.placement import can_serve
 from router.pools_service import PoolsService, WorkersService
 from router.rate_limits import RateLimits
@@ -44,6 +44,7 @@ from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.shared_table import SharedWorkers
 from router.sharing import Sharing
+from router.step_costs import Experts
 from router.store import MemoryStore, Store
 from router.traffic import Traffic
 from router.workers import WorkerTable
@@ -68,6 +69,7 @@ def load_card(name: str, folder: Path) -> ModelCard:
         tokenizer=tokenizer,
         tokenizer_digest=tokenizer_digest(folder),
         grammars=Grammars(tokenizer),
+        experts=Experts(config.num_experts, config.num_experts_per_token) if config.num_experts else None,
     )
 
 
@@ -104,7 +106,7 @@ class Router:
         self._links = Links(config.security.credentials(secret))
         keys = KeyFile(config.keys_file) if config.keys_file else authenticator  # of every door
         self.guard = Guard(secret, keys)
-        self.table = WorkerTable(card.tokenizer_digest)
+        self.table = WorkerTable(card.tokenizer_digest, experts=card.experts)
         self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
@@ -199,7 +201,11 @@ class Router:
         await self._server.stop(max(0.0, end_at - time.monotonic()))
 
     def _watch(self, stack: AsyncExitStack) -> None:
-        for collector in (WorkersCollector(self.table, self._relay.breakers), QueueCollector(self._gate.counts)):
+        workers, models = (
+            WorkersCollector(self.table, self._relay.breakers),
+            StepModelsCollector(self.table.models.kinds),
+        )
+        for collector in (workers, models, QueueCollector(self._gate.counts)):
             prometheus_client.REGISTRY.register(collector)
             stack.callback(prometheus_client.REGISTRY.unregister, collector)
         if self._config.metrics_port is not None:

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from protos.errors import FailedPrecondition, ServiceError
-from router.candidate import Candidate, Role
+from router.candidate import Candidate, PrefillTimes, Role
 from router.dispatch import Dispatches
 from router.profile import WorkerProfile
 from router.shared_records import SentLoad
@@ -76,7 +76,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.fingerprint = self.profile.layout.fingerprint  # it is a hash, and asked for with each placement
 
-    def candidate(self, is_ready: bool, now: float) -> Candidate:
+    def candidate(self, is_ready: bool, now: float, prefill_times: PrefillTimes | None = None) -> Candidate:
         """As placement sees it."""
         load, sent, other = self.load, self.dispatches, self.sent_elsewhere
         return Candidate(
@@ -102,4 +102,6 @@ class Worker:
             transfer_bytes=load.transfer_bytes,
             transfer_s=load.transfer_s,
             releases=sent.releases(now),
+            prefill_times=prefill_times,
+            prompts=sent.prompts(),
         )

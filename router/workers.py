@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from model.kv_layout import KVLayout
@@ -16,10 +16,13 @@ from router.cache_changes import CacheChanges
 from router.candidate import Candidate, Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
 from router.fleet import Fleet
+from router.fleet_models import FleetModels
+from router.measured_steps import Steps
 from router.placement import Placement
 from router.prefix_index import PrefixIndex
 from router.profile import Common, WorkerProfile, common_of, refuse_misfit
 from router.shared_records import SentLoad
+from router.step_costs import Experts
 from router.worker import DumpCache, Replaced, Worker, WorkerLoad, WorkerState
 
 _SETTLE_S = 0.1  # a report may have been under way for so long: what was sent since is counted beside it
@@ -28,13 +31,19 @@ _REMEMBER_LOST_S = 300.0
 
 
 class WorkerTable:
-    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches.
+    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches;
+    `models`: what their steps take.
 
     `on_eased` is called when a worker may have got less to do, `on_changed` when one came, went, or changed its role or
     state.
     """
 
-    def __init__(self, tokenizer_digest: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tokenizer_digest: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        experts: Experts | None = None,
+    ) -> None:
         self._tokenizer_digest = tokenizer_digest
         self._clock = clock
         self._workers: dict[str, Worker] = {}
@@ -45,6 +54,7 @@ class WorkerTable:
         self._stale: set[Worker] = set()  # not yet in the fleet as they are now
         self._by_age: dict[Worker, None] = {}  # the one first that was heard of longest ago, unless it is silent
         self.prefixes = PrefixIndex()
+        self.models = FleetModels(experts, clock)
         self.on_eased: Callable[[], None] = lambda: None
         self.on_changed: Callable[[], None] = lambda: None
 
@@ -74,6 +84,7 @@ class WorkerTable:
         self._workers[profile.id.name] = worker
         self._lost.pop(profile.id.name, None)
         self.prefixes.join(profile.id, profile.num_blocks)
+        self.models.join(profile)
         self._tell_dispatches(worker)
         self._notify()
         return worker
@@ -95,10 +106,16 @@ class WorkerTable:
         if worker.load.state is not WorkerState.LOST and self.prefixes.apply(worker.profile.id, changes):
             worker.commands.put_nowait(DumpCache())
 
+    def steps_measured(self, worker: Worker, steps: Sequence[Steps]) -> None:
+        """By that worker."""
+        if worker.load.state is not WorkerState.LOST:
+            self.models.observe(worker.profile.id, steps)
+
     def lost(self, worker: Worker) -> None:
         """Its stream has ended."""
         if worker.load.state is not WorkerState.LOST:
             self.prefixes.leave(worker.profile.id)
+            self.models.leave(worker.profile.id)
         worker.load = WorkerLoad(WorkerState.LOST)
         if self._workers.get(worker.profile.id.name) is worker:  # else it was replaced
             self._lost[worker.profile.id.name] = worker
@@ -191,7 +208,8 @@ class WorkerTable:
             self._stale.add(oldest)
         for worker in self._stale:
             if self._workers.get(worker.profile.id.name) is worker:
-                self._fleet.put(worker.candidate(self._is_ready(worker), now))
+                times = self.models.prefill_times_of(worker.profile.id, now)
+                self._fleet.put(worker.candidate(self._is_ready(worker), now, times))
         self._stale.clear()
         return self._fleet
 

@@ -106,6 +106,7 @@ EDGES = {
     "router/request_summary.py",
     "router/server.py",
     "router/service.py",
+    "router/step_messages.py",
     "router/timeline.py",
     "router/validation.py",
 }

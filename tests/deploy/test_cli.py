@@ -192,6 +192,7 @@ def test_up_gives_its_workers_the_options_it_was_given() -> None:
         "--max-draft-tokens": "7",
         "--draft-length": "adaptive",
         "--draft-shape": "auto",
+        "--calibrate": "on",
         "--drain-s": "3.0",
     }
     worker_flags = {flag for parameter in cli.commands["worker"].params for flag in parameter.opts}

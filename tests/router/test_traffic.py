@@ -23,7 +23,7 @@ class Clock:
 
 
 def answered(ttft_s: float = 0.5, tpot_s: float | None = 0.05, prompt: int = 100, cached: int = 25) -> Answered:
-    return Answered(prompt, cached, 30, ttft_s, tpot_s)
+    return Answered(0.0, 1.0, prompt, cached, 30, ttft_s, tpot_s)
 
 
 def exact(times: list[float], share: float) -> float:
@@ -50,6 +50,8 @@ def test_an_hour_of_requests_as_a_plain_list_has_it(window_s: float, slice_s: fl
         traffic.arrived(ARRIVAL)
         came.append(clock.now - began_at)
         one = Answered(
+            arrived_at_s=clock.now,
+            ended_at_s=clock.now,
             num_prompt_tokens=rng.randrange(1, 2000),
             num_cached_tokens=0,
             num_output_tokens=rng.randrange(1, 500),
