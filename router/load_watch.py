@@ -1,9 +1,9 @@
 """What has come and been answered lately, and from it what will come next: how much, how long, how much of it cached.
 
 The rate is forecast by double exponential smoothing (Brown, 1963): two means with different memories, the slower one
-lagging further behind a trend, so that their distance is its slope. Lengths, and gaps between requests, are those of
-the last requests themselves, so that bursts and long tails are forecast as they are; how long their answers become is
-`router.answer_lengths`, by length of the prompt; how far back it all reaches, `router.steady`.
+lagging further behind a trend, so that their distance is its slope; while it is steady, by a plain mean. Lengths and
+gaps are those of the last requests themselves, so that bursts and long tails are forecast as they are; how long answers
+become is `router.answer_lengths`, by length of the prompt; how far back it all reaches, `router.steady`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from router.answer_lengths import AnswerLengths
 from router.observation import Answered, Arrival, Observation, Running
@@ -21,6 +22,7 @@ from router.steady import steady_s
 
 _FAST_S, _SLOW_S = 20.0, 120.0  # memories of the two means
 _MOST_GROWTH = 1.5  # of the forecast over the faster mean
+_STEADY_S = 40.0  # while nothing has changed for so long, the mean of all that time is the forecast
 _KEPT = 2000  # requests, and answers
 _LEAST_WINDOW, _MOST_WINDOW = 64, 300  # arrivals that stand for those to come
 _LEAST_EXPECTED = 150  # requests; where fewer came, they are expected several times over
@@ -35,7 +37,7 @@ class LoadWatch:
         self._arrivals: deque[Arrival] = deque(maxlen=_KEPT)
         self._answers: deque[Answered] = deque(maxlen=_KEPT)
         self._running: Sequence[Running] = ()
-        self._since = 0.0
+        self._since = self._steady_s = 0.0
         self._lengths = AnswerClasses((), ())
         self._fast = self._slow = 0.0  # requests a second
         self._began_s: float | None = None
@@ -78,6 +80,8 @@ class LoadWatch:
         return len(self._answers)
 
     def requests_per_s(self, ahead_s: float) -> float:
+        if self._steady_s >= _STEADY_S and (past_s := min(self._steady_s, self.past_s)) > 0:
+            return sum(arrival.at_s > self._seen_s - past_s for arrival in self._arrivals) / past_s
         slope = (self._fast - self._slow) / (_SLOW_S - _FAST_S)
         forecast = self._fast + (_FAST_S + ahead_s) * slope
         return min(max(forecast, 0.0), _MOST_GROWTH * self._fast)
@@ -114,7 +118,9 @@ class LoadWatch:
         """As far as the present reaches."""
         prompts = [(arrival.at_s, math.log(arrival.num_prompt_tokens)) for arrival in self._arrivals]
         outputs = [(answer.ended_at_s, math.log(answer.num_output_tokens)) for answer in self._answers]
-        since = self._seen_s - steady_s(self._seen_s, (prompts, outputs))
+        gaps = [(after.at_s, after.at_s - before.at_s) for before, after in pairwise(self._arrivals)]
+        self._steady_s = steady_s(self._seen_s, (prompts, outputs, gaps))
+        since = self._seen_s - self._steady_s
         self._since = min(since, self._arrivals[max(0, len(self._arrivals) - _LEAST_WINDOW)].at_s)
         self._lengths = AnswerClasses(
             [answer for answer in self._answers if answer.arrived_at_s >= self._since],

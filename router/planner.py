@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from router.candidate import Candidate, Role
 from router.load_watch import LoadWatch
@@ -24,7 +25,8 @@ from router.role_choice import choose_roles
 _LOADS = ((1.0, 0.6), (1.3, 0.25), (1.8, 0.15))  # times what is expected, and how much that counts
 _HOPELESS = 0.2  # so much less attainment than another ratio under the first load: the others are not tried
 _MOST_RATIOS = 24  # that are tried each time
-_LEAST_ANSWERS, _LEAST_PAST_S = 20, 30.0  # to plan for: long answers are not known before
+_LEAST_ANSWERS = 8  # to plan for
+_EARLY_S = 30.0  # from the first request on: long answers are not known, and only what is clear is changed
 _LEAST_CONFIDENCE = 0.2  # in the step times, to plan with them
 _SHARE = 0.9  # of the times that a ratio is said to give
 
@@ -33,7 +35,7 @@ _SHARE = 0.9  # of the times that a ratio is said to give
 class PlanPolicy:
     """`flip_s`: how long a worker does nothing while its role changes. `ahead_s`: how far ahead the load is forecast.
 
-    A change is made at once where it gains `clear_gain` or more of all that comes, and with `least_gain` only after it
+    A change is made at once where it gains `clear_gain` of what is expected to come, and with `least_gain` only after it
     has been proposed `num_confirmations` times in a row; `least_sigmas` is how far beyond chance it has to be. Workers
     that have changed their role are left alone for `cool_down_s`.
     """
@@ -43,7 +45,7 @@ class PlanPolicy:
     ahead_s: float = 10.0
     settle_s: float = 5.0
     cool_down_s: float = 60.0
-    least_gain: float = 0.02
+    least_gain: float = 0.03
     clear_gain: float = 0.1
     least_sigmas: float = 3.0
     num_confirmations: int = 3
@@ -54,16 +56,16 @@ class PlanPolicy:
 
 @dataclass(slots=True)
 class _Option:
-    """A way to share the workers: the roles that would change. `met`: by load, for each request whether it met both
-    SLOs. `worth`: the share that did, over all loads."""
+    """A way to share the workers: the roles that would change. `scores`: by load and request, as `Played` has them.
+    `worth`: their mean over all loads."""
 
     roles: Mapping[str, Role]
     forecast: RatioForecast
-    met: list[list[bool]]
+    scores: list[list[float]]
 
     @property
     def worth(self) -> float:
-        return sum(weight * sum(met) / len(met) for (_, weight), met in zip(_LOADS, self.met, strict=False))
+        return sum(weight * fmean(scores) for (_, weight), scores in zip(_LOADS, self.scores, strict=False))
 
 
 class Planner:
@@ -84,7 +86,7 @@ class Planner:
         num_prefill = sum(worker.role is Role.PREFILL for worker in workers)
         if not 0 < num_prefill < len(workers):
             return self._keep(num_prefill, len(workers), "as it is: a role has no worker that is ready")
-        if self._watch.is_idle or self._watch.num_answers < _LEAST_ANSWERS or self._watch.past_s < _LEAST_PAST_S:
+        if self._watch.is_idle or self._watch.num_answers < _LEAST_ANSWERS:
             return self._keep(num_prefill, len(workers), "as it is: too little has come lately to plan for")
         models = observation.models
         self._confidence = 0.0 if models is None else min(_confidence(models, worker) for worker in workers)
@@ -150,8 +152,8 @@ class Planner:
         """Under the load that is expected."""
         prefill, decode = outlook.pools(roles)
         played = replay(outlook.expected, prefill, decode, self._policy.most_wait_s)
-        met = played.met(self._policy.slo)
-        attainment = sum(met) / len(met)
+        scores = played.scores(self._policy.slo)
+        attainment = scores.count(1.0) / len(scores)
         ratio = RatioForecast(
             num_prefill=len(prefill.free_at_s),
             num_decode=decode.num_workers,
@@ -160,17 +162,18 @@ class Planner:
             goodput=attainment * outlook.forecast.requests_per_s,
             attainment=attainment,
         )
-        return _Option(roles, ratio, [met])
+        return _Option(roles, ratio, [scores])
 
     def _load_more(self, outlook: Outlook, option: _Option) -> None:
         prefill, decode = outlook.pools(option.roles)
         for load, _ in _LOADS[1:]:
             closer = [replace(request, at_s=request.at_s / load) for request in outlook.expected]
-            option.met.append(replay(closer, prefill, decode, self._policy.most_wait_s).met(self._policy.slo))
+            option.scores.append(replay(closer, prefill, decode, self._policy.most_wait_s).scores(self._policy.slo))
 
     def _chosen(self, as_is: _Option, best: _Option, now: float) -> tuple[_Option, str]:
         """Whether to change, and why (not)."""
         policy, gain = self._policy, best.worth - as_is.worth
+        is_clear = fmean(best.scores[0]) - fmean(as_is.scores[0]) >= policy.clear_gain
         sizes = best.forecast.num_prefill, best.forecast.num_decode
         self._num_wanted = self._num_wanted + 1 if sizes == self._wanted else 1
         self._wanted = sizes
@@ -180,9 +183,10 @@ class Planner:
             return as_is, f"as it is: no other ratio is better; {told}"
         if not _is_beyond_chance(as_is, best, policy.least_sigmas) or gain < policy.least_gain:
             return as_is, f"as it is: {to} would hardly be better; {told}"
-        if now - self._flipped_at_s < (policy.settle_s if gain >= policy.clear_gain else policy.cool_down_s):
+        if now - self._flipped_at_s < (policy.settle_s if is_clear else policy.cool_down_s):
             return as_is, f"as it is: roles changed {now - self._flipped_at_s:.0f} s ago; {to} would be better: {told}"
-        if gain < policy.clear_gain and self._num_wanted < policy.num_confirmations:
+        is_early = self._watch.past_s < _EARLY_S
+        if not is_clear and (is_early or self._num_wanted < policy.num_confirmations):
             return as_is, f"as it is, until {to} has been found better {policy.num_confirmations} times; {told}"
         return best, f"{to}: {told}"
 
@@ -193,12 +197,10 @@ def _confidence(models: LearntTimes, worker: Candidate) -> float:
 
 
 def _is_beyond_chance(as_is: _Option, best: _Option, least_sigmas: float) -> bool:
-    """McNemar's test: of the requests that fare differently, more have to fare better than chance would have it."""
-    better = worse = 0
-    for before, after in zip(as_is.met, best.met, strict=False):
-        better += sum(new and not old for old, new in zip(before, after, strict=True))
-        worse += sum(old and not new for old, new in zip(before, after, strict=True))
-    return better - worse > least_sigmas * math.sqrt(better + worse)
+    """A paired test: how differently the same requests fare, against how much that varies among them."""
+    pairs = zip(as_is.scores, best.scores, strict=False)
+    gains = [after - before for old, new in pairs for before, after in zip(old, new, strict=True)]
+    return sum(gains) > least_sigmas * math.sqrt(sum(gain * gain for gain in gains))
 
 
 def _ratios(num_workers: int, num_now: int) -> list[int]:

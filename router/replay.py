@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from router.outcomes import Slo
 from router.step_costs import StepCosts
 
+MISSED = 0.2  # what a request that misses an SLO is worth at most
 _NEVER = float("inf")
 _LEAST_STEP_S = 1e-9
 
@@ -56,9 +57,16 @@ class Played:
     ttfts_s: Sequence[float]
     tpots_s: Sequence[float]
 
-    def met(self, slo: Slo) -> list[bool]:
+    def scores(self, slo: Slo) -> list[float]:
+        """1 for a request that meets both SLOs; one that does not has the more of `MISSED` the less it misses them by:
+        where all do, a ratio that makes up for it sooner is still the better one."""
         pairs = zip(self.ttfts_s, self.tpots_s, strict=True)
-        return [ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s for ttft_s, tpot_s in pairs]
+        return [
+            1.0
+            if ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s
+            else MISSED * min(1.0, slo.ttft_s / ttft_s) * min(1.0, slo.tpot_s / max(tpot_s, slo.tpot_s))
+            for ttft_s, tpot_s in pairs
+        ]
 
 
 def blended(costs: Sequence[StepCosts], num_context_tokens: float) -> StepCosts:
