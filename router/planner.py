@@ -35,7 +35,7 @@ _SHARE = 0.9  # of the times that a ratio is said to give
 class PlanPolicy:
     """`flip_s`: how long a worker does nothing while its role changes. `ahead_s`: how far ahead the load is forecast.
 
-    A change is made at once where it gains `clear_gain` of what is expected to come, and with `least_gain` only after it
+    A change is made at once where it gains `clear_gain` of what is to come, and with `least_gain` only after it
     has been proposed `num_confirmations` times in a row; `least_sigmas` is how far beyond chance it has to be. Workers
     that have changed their role are left alone for `cool_down_s`.
     """
