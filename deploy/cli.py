@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from deploy import asking_options, door_options, options, security_options
+from deploy.dashboard_command import dashboard
 from deploy.decision_command import decisions
 from deploy.key_commands import key
 from deploy.logs import configure_logging
@@ -267,6 +268,7 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connec
         raise click.exceptions.Exit(1)
 
 
+cli.add_command(dashboard)
 cli.add_command(decisions)
 cli.add_command(model)
 cli.add_command(plan)
