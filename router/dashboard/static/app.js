@@ -3,8 +3,7 @@ import { html, render, useEffect, useState } from "./ui.js";
 import { Header } from "./header.js";
 import { Login } from "./login.js";
 import { Tabs } from "./tabs.js";
-import { isStale, restart, useTopic } from "./live.js";
-import { useNow } from "./ui.js";
+import { restart, useStale, useTopic } from "./live.js";
 import { apply } from "./theme.js";
 import { Pools } from "./views/pools.js";
 import { Tune } from "./views/tune.js";
@@ -43,7 +42,7 @@ function App() {
 }
 
 function Open({ name }) {
-  const stale = isStale(useNow(500));
+  const stale = useStale();
   const { view: View } = VIEWS[name];
   const tabs = Object.entries(VIEWS).map(([id, { label }]) => ({ id, label }));
   return html`

@@ -48,6 +48,13 @@ export function seconds(value) {
 
 export const milliseconds = (value) => (known(value) && value > 0 ? `${number(value * 1e3)} ms` : NONE);
 
+/** Of a ratio, as predicted; a pool that cannot keep up has none. */
+export const times = ({ ttft_s, tpot_s }) =>
+  [
+    ttft_s === null ? "prefill cannot keep up" : `TTFT ${seconds(ttft_s)}`,
+    tpot_s === null ? "decode cannot keep up" : `TPOT ${seconds(tpot_s)}`,
+  ].join(" · ");
+
 export const clock = (at) => (known(at) && at > 0 ? new Date(at * 1000).toLocaleTimeString("en-GB") : NONE);
 
 /** The day as well, if it is not today. */

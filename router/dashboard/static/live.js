@@ -33,10 +33,20 @@ export function ageOf(name, now = performance.now()) {
 
 export const isConnected = () => connected;
 
-export const isStale = (now) => {
-  const age = ageOf("pools", now);
+const isStale = () => {
+  const age = ageOf("pools");
   return age === null || age > STALE_S;
 };
+
+/** Whether what is shown is old. Redraws when that changes, not as time goes by. */
+export function useStale() {
+  const [stale, setStale] = useState(isStale());
+  useEffect(() => {
+    const timer = setInterval(() => setStale(isStale()), 250);
+    return () => clearInterval(timer);
+  }, []);
+  return stale;
+}
 
 /** Forgets what was told and listens anew, as for another key. */
 export function restart() {

@@ -12,7 +12,7 @@ export function Table({ name, columns, rows, keyOf, sortedBy, descending = false
   const sorted = sort.id ? inOrder(rows, column.value, sort.descending) : rows;
   const shown = showsAll ? sorted : sorted.slice(0, MAX_ROWS);
   return html`
-    <table class=${onChoose ? "choosable" : ""}>
+    <div class="table-box"><table class=${onChoose ? "choosable" : ""}>
       <caption class="unseen">${name}</caption>
       <thead>
         <tr>${columns.map((each) => html`<${Heading} key=${each.id} column=${each} sort=${sort} setSort=${setSort} />`)}</tr>
@@ -22,7 +22,7 @@ export function Table({ name, columns, rows, keyOf, sortedBy, descending = false
           (row) => html`<${Row} key=${keyOf(row)} id=${keyOf(row)} row=${row} columns=${columns} isChosen=${chosen === keyOf(row)} onChoose=${onChoose} />`,
         )}
       </tbody>
-    </table>
+    </table></div>
     ${sorted.length > shown.length &&
     html`<button class="more" onClick=${() => setShowsAll(true)}>Show all ${sorted.length}</button>`}
   `;
@@ -53,7 +53,7 @@ function Row({ id, row, columns, isChosen, onChoose }) {
       </th>
       ${rest.map(
         (column) =>
-          html`<td key=${column.id} data-label=${column.label} class=${column.numeric ? "numeric" : ""}>${column.cell(row)}</td>`,
+          html`<td key=${column.id} data-label=${column.label} class=${column.numeric ? "numeric" : ""}><span>${column.cell(row)}</span></td>`,
       )}
     </tr>
   `;
