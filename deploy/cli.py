@@ -105,6 +105,7 @@ def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) ->
 @options.host_option
 @options.port_option
 @door_options.door_options
+@door_options.dashboard_port_option
 @options.threads_option
 @options.worker_options
 @policy_options

@@ -91,6 +91,15 @@ def taken_from(settings: dict[str, Any], *, is_worker: bool = False) -> Security
     return Security(tls=tls, **taken)
 
 
+def as_page_arguments(security: Security) -> list[str]:
+    """For the dashboard as a child process, which is served and calls by the same certificate."""
+    arguments: list[str] = []
+    if tls := security.tls:
+        arguments += _given({"--tls-cert": tls.cert, "--tls-key": tls.key, "--tls-ca": tls.ca})
+        arguments += _given({"--tls-peer-name": tls.peer_name})
+    return arguments + ["--insecure"] * security.insecure
+
+
 def as_arguments(security: Security) -> list[str]:
     """For a child process, which has the same flags. Names of files: what is secret is in them."""
     arguments: list[str] = []

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any, TypeAlias
 
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+# Descriptors are Any below: the types know two kinds of them, of which a program has one.
 Plain: TypeAlias = dict[str, Any]
 
 _TIMESTAMP = "google.protobuf.Timestamp"
@@ -25,7 +26,7 @@ def plain(message: Message) -> Plain:
     }
 
 
-def _value(message: Message, field: FieldDescriptor) -> Any:
+def _value(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
         return [_single(field, each) for each in value]
@@ -34,7 +35,7 @@ def _value(message: Message, field: FieldDescriptor) -> Any:
     return _single(field, value)
 
 
-def _single(field: FieldDescriptor, value: Any) -> Any:
+def _single(field: Any, value: Any) -> Any:
     if field.enum_type is not None:
         return _word(field.enum_type, value)
     if field.message_type is None:
@@ -44,7 +45,7 @@ def _single(field: FieldDescriptor, value: Any) -> Any:
     return plain(value)
 
 
-def _word(kind: EnumDescriptor, number: int) -> str:
+def _word(kind: Any, number: int) -> str:
     """ROLE_PREFILL of Role as prefill. Empty for what is unspecified, or newer than this program."""
     value = kind.values_by_number.get(number)
     if value is None or number == 0:

@@ -32,6 +32,7 @@ function freshness(age, error) {
   if (age !== null && age <= STALE_S) return { kind: "live", text: "Live", title: "As of less than three seconds ago" };
   const who = isConnected() ? "the router" : "the dashboard";
   const title = error?.message ?? `${who} does not answer`;
+  if (error?.code === "UNAUTHENTICATED") return { kind: "waiting", text: "Needs a key", title };
   if (age === null) return { kind: "waiting", text: error ? `No answer from ${who}` : "Connecting", title };
   return { kind: "old", text: `Stale: ${seconds(Math.floor(age))} old`, title };
 }

@@ -17,8 +17,8 @@ export function Login({ why }) {
       <form class="card" onSubmit=${submit}>
         <h1>An API key, please</h1>
         <p>
-          This router asks for keys. One with the scope <code>read</code> shows everything; changing the pools takes
-          <code>operate</code>. It is kept in this tab until you close it.
+          This router asks for keys. One with the scope <code>read</code> shows everything; changing the pools
+          takes${" "}<code>operate</code>. It is kept in this tab until you close it.
         </p>
         <label for="api-key">API key</label>
         <input

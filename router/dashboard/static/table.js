@@ -3,7 +3,7 @@ import { html, useState } from "./ui.js";
 
 const MAX_ROWS = 250; // that are drawn at once, unless more are asked for
 
-/** Columns: {id, label, about, numeric, value: row => what is sorted by, cell: row => what is shown}. */
+/** Columns: {id, label, about, numeric, broad (takes a line of a card), value: row => what is sorted by, cell: row => what is shown}. */
 export function Table({ name, columns, rows, keyOf, sortedBy, descending = false, chosen, onChoose, empty }) {
   const [sort, setSort] = useState({ id: sortedBy, descending });
   const [showsAll, setShowsAll] = useState(false);
@@ -53,7 +53,7 @@ function Row({ id, row, columns, isChosen, onChoose }) {
       </th>
       ${rest.map(
         (column) =>
-          html`<td key=${column.id} data-label=${column.label} class=${column.numeric ? "numeric" : ""}><span>${column.cell(row)}</span></td>`,
+          html`<td key=${column.id} data-label=${column.label} class=${`${column.numeric ? "numeric" : ""}${column.broad ? " broad" : ""}`}><span>${column.cell(row)}</span></td>`,
       )}
     </tr>
   `;

@@ -6,12 +6,12 @@ import * as format from "../format.js";
 
 const FLIPS = [
   { id: "worker", label: "Worker", value: (f) => f.worker_id, cell: (f) => f.worker_id },
-  { id: "change", label: "Change", cell: (f) => html`<${Role} role=${f.before} /> <span aria-label="to">→</span> <${Role} role=${f.after} />` },
+  { id: "change", label: "Change", broad: true, cell: (f) => html`<${Role} role=${f.before} /> <span aria-label="to">→</span> <${Role} role=${f.after} />` },
   { id: "state", label: "State", value: (f) => f.state, cell: (f) => html`<${State} state=${f.state} />` },
   { id: "at", label: "When", numeric: true, value: (f) => f.at, cell: (f) => format.moment(f.at) },
   { id: "took", label: "Took", about: "Until nothing of the old role ran there any more", numeric: true, value: (f) => f.took_s, cell: (f) => format.seconds(f.took_s) },
   { id: "moved", label: "Moved", about: "Sequences that were handed over for it", numeric: true, value: (f) => f.num_moved, cell: (f) => html`${format.count(f.num_moved)} <span class="unit">seq</span>` },
-  { id: "reason", label: "Why", cell: (f) => html`<span class="prose">${f.reason || "–"}</span>` },
+  { id: "reason", label: "Why", broad: true, cell: (f) => html`<span class="prose">${f.reason || "–"}</span>` },
 ];
 
 export function Flips({ flips }) {
@@ -33,7 +33,7 @@ export function Flips({ flips }) {
 
 const DECISIONS = [
   { id: "when", label: "When", value: (d) => d.at, cell: (d) => format.moment(d.at) },
-  { id: "what", label: "What", value: (d) => d.what, cell: (d) => html`${d.what} <b>${d.role}</b>` },
+  { id: "what", label: "What", broad: true, value: (d) => d.what, cell: (d) => html`${d.what} <b>${d.role}</b>` },
   { id: "worker", label: "Worker", value: (d) => d.worker_id, cell: (d) => d.worker_id || "–" },
   { id: "router", label: "At", value: (d) => d.router, cell: (d) => d.router },
   { id: "key", label: "By", about: "The name of the key that was shown", value: (d) => d.key, cell: (d) => d.key || "–" },

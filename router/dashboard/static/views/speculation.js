@@ -19,7 +19,7 @@ const COLUMNS = [
   told({ id: "first", label: "First accepted", about: "Share of drafts whose first token stands", numeric: true, value: (d) => d.acceptance[0], cell: (d) => format.share(d.acceptance[0]) }, best),
   told({ id: "share", label: "All accepted", about: "Share of all drafted tokens that stand", numeric: true, value: accepted, cell: (d) => format.share(accepted(d)) }, best),
   told({ id: "k", label: "Chosen K", about: "The most frequent number of drafted tokens", numeric: true, value: usualLength, cell: (d) => usualLength(d) }, best),
-  told({ id: "why", label: "Why so many", value: (why) => why, cell: (why) => html`<span class="prose">${why}</span>` }, (i) => i.draft_reason),
+  told({ id: "why", label: "Why so many", broad: true, value: (why) => why, cell: (why) => html`<span class="prose">${why}</span>` }, (i) => i.draft_reason),
 ];
 
 function accepted({ accepted_tokens, drafted_tokens }) {
