@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from google.protobuf import timestamp_pb2
 
 from protos import inference_pb2, insights_pb2, plans_pb2, workers_pb2
+
+Role: TypeAlias = workers_pb2.Role.ValueType
 
 PREFILL, DECODE, BOTH = workers_pb2.ROLE_PREFILL, workers_pb2.ROLE_DECODE, workers_pb2.ROLE_BOTH
 NUM_LAYERS, NUM_EXPERTS = 24, 8
@@ -26,7 +29,7 @@ class FakeCluster:
     num_decode: int = 5
     num_both: int = 1
     seed: int = 7
-    roles: dict[str, int] = field(default_factory=dict)
+    roles: dict[str, Role] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -37,7 +40,7 @@ class FakeCluster:
         ):
             self.roles |= {f"{name}-{i}": role for i in range(number)}
         self.load_factor = 1.0
-        self.states: dict[str, int] = {}
+        self.states: dict[str, workers_pb2.WorkerState.ValueType] = {}
 
     def counts(self) -> tuple[int, int, int]:
         """Prefill and decode, with those that do both in each, and these alone."""
@@ -56,7 +59,7 @@ class FakeCluster:
             num_requests_waiting=round(3 * self.load_factor),
         )
 
-    def _worker(self, name: str, role: int) -> workers_pb2.WorkerStatus:
+    def _worker(self, name: str, role: Role) -> workers_pb2.WorkerStatus:
         draw, number = random.Random(f"{self.seed} {name}"), 2048
         decodes = role in (DECODE, BOTH)
         running = min(64, round(draw.randint(8, 40) * self.load_factor)) if decodes else 0

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from protos import insights_pb2, insights_pb2_grpc, plans_pb2, plans_pb2_grpc, workers_pb2, workers_pb2_grpc
 from protos.caller import Caller, Scope, current_caller
 from protos.calls import Context
-from protos.errors import InvalidArgument, NotFound, Unauthenticated
+from protos.errors import InvalidArgument, NotFound, Unauthenticated, Unimplemented
 from protos.guard import Guard
 from protos.serve import GrpcServer
+from protos.tls import TlsFiles
 from tests.browser.fake_cluster import BOTH, DECODE, PREFILL, FakeCluster, stamp
 
 AUTO, MANUAL, FROZEN = plans_pb2.PLAN_MODE_AUTO, plans_pb2.PLAN_MODE_MANUAL, plans_pb2.PLAN_MODE_FROZEN
@@ -41,7 +42,7 @@ class FakeKeys:
 class Planning:
     """What holds of the pools, and what was asked of them."""
 
-    mode: plans_pb2.PlanMode = AUTO
+    mode: plans_pb2.PlanMode.ValueType = AUTO
     dry_run: bool = False
     manual_for_s: float | None = None
     epoch: int = 41
@@ -59,6 +60,14 @@ class FakePools(workers_pb2_grpc.PoolsServicer):
     async def GetStatus(self, request: workers_pb2.GetStatusRequest, context: Context) -> workers_pb2.Status:
         self.num_asked += 1
         return self._cluster.status()
+
+    async def SetRole(self, request: workers_pb2.SetRoleRequest, context: Context) -> workers_pb2.SetRoleResponse:
+        raise Unimplemented("the page sets plans, not single roles")
+
+    async def SetDraining(
+        self, request: workers_pb2.SetDrainingRequest, context: Context
+    ) -> workers_pb2.SetDrainingResponse:
+        raise Unimplemented("the page drains nobody")
 
     async def ListDecisions(
         self, request: workers_pb2.ListDecisionsRequest, context: Context
@@ -210,7 +219,7 @@ class FakeInsights(insights_pb2_grpc.InsightsServicer):
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.005)  # so that several are asked for at once
         finally:
             self.num_running -= 1
         return self._cluster.insights(request.worker_id)
@@ -228,13 +237,14 @@ class FakeRouter:
         serves_plans: bool = True,
         serves_insights: bool = True,
         planning: Planning | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.cluster = cluster
         self.planning = planning or Planning()
         self.pools = FakePools(cluster, self.planning)
         self.insights = FakeInsights(cluster)
         guard = Guard(None, None if keys is None else FakeKeys(keys))
-        self.server = GrpcServer("127.0.0.1", port, guard=guard)
+        self.server = GrpcServer("127.0.0.1", port, guard=guard, tls=tls)
         self.server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self.pools)
         if serves_plans:
             self.server.add(plans_pb2_grpc.add_PlansServicer_to_server, FakePlans(cluster, self.planning))
