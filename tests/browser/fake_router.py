@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from protos import insights_pb2, insights_pb2_grpc, plans_pb2, plans_pb2_grpc, workers_pb2, workers_pb2_grpc
 from protos.caller import Caller, Scope, current_caller
 from protos.calls import Context
-from protos.errors import InvalidArgument, NotFound, Unauthenticated, Unimplemented
+from protos.errors import InvalidArgument, NotFound, ServiceError, Unauthenticated, Unimplemented
 from protos.guard import Guard
 from protos.serve import GrpcServer
 from protos.tls import TlsFiles
@@ -46,6 +46,7 @@ class Planning:
     dry_run: bool = False
     manual_for_s: float | None = None
     epoch: int = 41
+    refusal: ServiceError | None = None  # of every change, and of previews
     changes: list[plans_pb2.SetPlanRequest] = field(default_factory=list)  # previews among them
     flips: list[plans_pb2.Flip] = field(default_factory=list)
     decisions: list[workers_pb2.Decision] = field(default_factory=list)
@@ -84,6 +85,8 @@ class FakePlans(plans_pb2_grpc.PlansServicer):
         return self._status()
 
     async def SetPlan(self, request: plans_pb2.SetPlanRequest, context: Context) -> plans_pb2.PlanStatus:
+        if self._planning.refusal is not None and request.mode == MANUAL:
+            raise self._planning.refusal
         would_flip = self._would_flip(request) if request.mode == MANUAL else []
         if request.preview:
             if request.mode == MANUAL:
@@ -148,6 +151,8 @@ class FakePlans(plans_pb2_grpc.PlansServicer):
     def _status(self) -> plans_pb2.PlanStatus:
         prefill, decode, both = self._cluster.counts()
         ratios = self._cluster.ratios()
+        if not ratios:
+            return plans_pb2.PlanStatus(mode=self._planning.mode, num_prefill=prefill, num_decode=decode, num_both=both)
         best = max(ratios, key=lambda ratio: ratio.goodput)
         now = next((ratio for ratio in ratios if ratio.num_prefill == prefill), best)
         mode = plans_pb2.PlanMode.Name(self._planning.mode).removeprefix("PLAN_MODE_").lower()

@@ -31,7 +31,7 @@ function App() {
     return () => removeEventListener("hashchange", follow);
   }, []);
   useEffect(() => {
-    document.title = `${VIEWS[name].label} – pdserve`;
+    document.title = `${VIEWS[name].label} | pdserve`;
   }, [name]);
   const access = useTopic("access");
   const wantsKey = access.data?.needs_key || access.error?.code === "UNAUTHENTICATED";

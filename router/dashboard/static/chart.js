@@ -3,7 +3,20 @@ import { html, useEffect, useRef } from "./ui.js";
 import { colour, onThemeChange } from "./theme.js";
 
 const library = () => import("./vendor/echarts.esm.min.mjs");
-const NAMES = ["text", "muted", "line", "surface", "accent", "prefill", "decode", "both", "good", "warn", "bad", "even"];
+const NAMES = [
+  "text",
+  "muted",
+  "line",
+  "surface",
+  "accent",
+  "prefill",
+  "decode",
+  "both",
+  "good",
+  "warn",
+  "bad",
+  "even",
+];
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
 
 /** `label` says in words what is seen. `onChoose` is called with the index of what is clicked. */
@@ -29,7 +42,11 @@ function opened(box, drawn, latest) {
     chart.getZr().on("click", (event) => choose(chart, event, latest.current.onChoose));
     const watching = new ResizeObserver(() => chart.resize());
     watching.observe(box);
-    ends.push(() => watching.disconnect(), onThemeChange(() => draw(chart, latest.current.option)), () => chart.dispose());
+    ends.push(
+      () => watching.disconnect(),
+      onThemeChange(() => draw(chart, latest.current.option)),
+      () => chart.dispose(),
+    );
   });
   return () => {
     isOpen = false;

@@ -15,7 +15,11 @@ export const count = (value) => (known(value) ? plain.format(value) : NONE);
 
 export function short(value) {
   if (!known(value)) return NONE;
-  for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["k", 1e4]]) {
+  for (const [unit, size] of [
+    ["G", 1e9],
+    ["M", 1e6],
+    ["k", 1e4],
+  ]) {
     if (Math.abs(value) >= size) return `${number(value / (unit === "k" ? 1e3 : size))}${unit}`;
   }
   return number(value);

@@ -29,11 +29,22 @@ export function Stat({ label, value, unit, detail, tone }) {
 const ROLE_GLYPHS = { prefill: "▲", decode: "●", both: "◆" };
 
 export const Role = ({ role }) =>
-  html`<span class=${`role ${role}`}><span aria-hidden="true">${ROLE_GLYPHS[role] ?? "?"}</span> ${role || "unknown"}</span>`;
+  html`<span class=${`role ${role}`}
+    ><span aria-hidden="true">${ROLE_GLYPHS[role] ?? "?"}</span> ${role || "unknown"}</span
+  >`;
 
-const STATE_TONES = { ready: "good", done: "good", draining: "warn", running: "warn", silent: "bad", lost: "bad", failed: "bad" };
+const STATE_TONES = {
+  ready: "good",
+  done: "good",
+  draining: "warn",
+  running: "warn",
+  silent: "bad",
+  lost: "bad",
+  failed: "bad",
+};
 
-export const State = ({ state }) => html`<span class=${`state ${STATE_TONES[state] ?? ""}`}>${state || "unknown"}</span>`;
+export const State = ({ state }) =>
+  html`<span class=${`state ${STATE_TONES[state] ?? ""}`}>${state || "unknown"}</span>`;
 
 /** A part of a whole, as a bar with its figure. */
 export function Meter({ value, of, text, warnAbove = 0.9 }) {
@@ -49,7 +60,10 @@ export function Meter({ value, of, text, warnAbove = 0.9 }) {
 export const Empty = ({ title, children }) => html`<div class="empty"><b>${title}</b><p>${children}</p></div>`;
 
 const MEANINGS = {
-  UNIMPLEMENTED: ["This router does not tell this yet", "It is older than this page. Update the router, and it appears here."],
+  UNIMPLEMENTED: [
+    "This router does not tell this yet",
+    "It is older than this page. Update the router, and it appears here.",
+  ],
   PERMISSION_DENIED: ["This key may not see this", "It takes a key with the scope read."],
   UNAVAILABLE: ["No answer", "It is asked again every second; nothing needs to be done here once it is back."],
   DEADLINE_EXCEEDED: ["No answer in time", "It is asked again every second."],

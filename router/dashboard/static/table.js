@@ -3,7 +3,10 @@ import { html, useState } from "./ui.js";
 
 const MAX_ROWS = 250; // that are drawn at once, unless more are asked for
 
-/** Columns: {id, label, about, numeric, broad (takes a line of a card), value: row => what is sorted by, cell: row => what is shown}. */
+/**
+ * Columns: {id, label, about, numeric, broad, value, cell}. `value` of a row is what is sorted by, `cell` what is
+ * shown; a broad column takes a line of its own where rows are cards.
+ */
 export function Table({ name, columns, rows, keyOf, sortedBy, descending = false, chosen, onChoose, empty }) {
   const [sort, setSort] = useState({ id: sortedBy, descending });
   const [showsAll, setShowsAll] = useState(false);
@@ -15,16 +18,28 @@ export function Table({ name, columns, rows, keyOf, sortedBy, descending = false
     <div class="table-box"><table class=${onChoose ? "choosable" : ""}>
       <caption class="unseen">${name}</caption>
       <thead>
-        <tr>${columns.map((each) => html`<${Heading} key=${each.id} column=${each} sort=${sort} setSort=${setSort} />`)}</tr>
+        <tr>
+          ${columns.map((each) => html`<${Heading} key=${each.id} column=${each} sort=${sort} setSort=${setSort} />`)}
+        </tr>
       </thead>
       <tbody>
         ${shown.map(
-          (row) => html`<${Row} key=${keyOf(row)} id=${keyOf(row)} row=${row} columns=${columns} isChosen=${chosen === keyOf(row)} onChoose=${onChoose} />`,
+          (row) =>
+            html`<${Row}
+              key=${keyOf(row)}
+              id=${keyOf(row)}
+              row=${row}
+              columns=${columns}
+              isChosen=${chosen === keyOf(row)}
+              onChoose=${onChoose}
+            />`,
         )}
       </tbody>
     </table></div>
-    ${sorted.length > shown.length &&
-    html`<button class="more" onClick=${() => setShowsAll(true)}>Show all ${sorted.length}</button>`}
+    ${
+      sorted.length > shown.length &&
+      html`<button class="more" onClick=${() => setShowsAll(true)}>Show all ${sorted.length}</button>`
+    }
   `;
 }
 
@@ -35,9 +50,11 @@ function Heading({ column, sort, setSort }) {
   const mark = { ascending: "↑", descending: "↓", none: "" }[direction];
   return html`
     <th scope="col" class=${column.numeric ? "numeric" : ""} aria-sort=${direction} title=${column.about}>
-      ${column.value
-        ? html`<button onClick=${turn}>${column.label}<span class="mark" aria-hidden="true">${mark}</span></button>`
-        : column.label}
+      ${
+        column.value
+          ? html`<button onClick=${turn}>${column.label}<span class="mark" aria-hidden="true">${mark}</span></button>`
+          : column.label
+      }
     </th>
   `;
 }
@@ -53,11 +70,15 @@ function Row({ id, row, columns, isChosen, onChoose }) {
       </th>
       ${rest.map(
         (column) =>
-          html`<td key=${column.id} data-label=${column.label} class=${`${column.numeric ? "numeric" : ""}${column.broad ? " broad" : ""}`}><span>${column.cell(row)}</span></td>`,
+          html`<td key=${column.id} data-label=${column.label} class=${kindOf(column)}>
+            <span>${column.cell(row)}</span>
+          </td>`,
       )}
     </tr>
   `;
 }
+
+const kindOf = ({ numeric, broad }) => `${numeric ? "numeric" : ""}${broad ? " broad" : ""}`;
 
 const collator = new Intl.Collator("en", { numeric: true });
 

@@ -6,7 +6,13 @@ import { GoodputChart } from "./goodput_chart.js";
 import * as format from "../format.js";
 
 const SETTLED_MS = 250; // that the slider has to stand still before the router is asked
-const DURATIONS = [["15 minutes", 900], ["1 hour", 3600], ["4 hours", 14400], ["1 day", 86400], ["1 week", 604800]];
+const DURATIONS = [
+  ["15 minutes", 900],
+  ["1 hour", 3600],
+  ["4 hours", 14400],
+  ["1 day", 86400],
+  ["1 week", 604800],
+];
 
 export function Chooser({ plan, locked }) {
   const ratios = plan.ratios.length ? plan.ratios : unpredicted(plan);
@@ -14,23 +20,41 @@ export function Chooser({ plan, locked }) {
   const [chosen, setChosen] = useState(null);
   if (!ratios.length) {
     return html`<${Card} title="Ratio" wide>
-      <${Empty} title="There is nothing to share out yet">It takes at least two workers whose roles can be changed: <code>pdserve worker</code><//>
+      <${Empty} title="There is nothing to share out yet">
+        It takes at least two workers whose roles can be changed: <code>pdserve worker</code>
+      <//>
     <//>`;
   }
   const index = chosen === null ? now : Math.min(chosen, ratios.length - 1);
   return html`
     <${Card} title="Goodput by ratio" about=${about(plan)} wide id="chooser">
-      ${plan.ratios.length
-        ? html`<${GoodputChart} ratios=${ratios} plan=${plan} now=${now} chosen=${index} onChoose=${(i) => !locked && setChosen(i)} />`
-        : html`<p class="muted">No ratio can be predicted yet: that takes measured steps and a few requests.</p>`}
+      ${
+        plan.ratios.length
+          ? html`<${GoodputChart}
+              ratios=${ratios}
+              plan=${plan}
+              now=${now}
+              chosen=${index}
+              onChoose=${(i) => !locked && setChosen(i)}
+            />`
+          : html`<p class="muted">No ratio can be predicted yet: that takes measured steps and a few requests.</p>`
+      }
       <${Slider} ratios=${ratios} index=${index} now=${now} locked=${locked} onChange=${setChosen} />
-      <${Change} ratio=${ratios[index]} isNow=${chosen === null || index === now} plan=${plan} locked=${locked} onDone=${() => setChosen(null)} />
+      <${Change}
+        ratio=${ratios[index]}
+        isNow=${chosen === null || index === now}
+        locked=${locked}
+        onDone=${() => setChosen(null)}
+      />
     <//>
   `;
 }
 
-const about = ({ slo }) =>
-  slo ? `Requests a second that meet both SLOs (TTFT ${format.seconds(slo.ttft_s)}, TPOT ${format.seconds(slo.tpot_s)}), as predicted for the load that is expected` : "";
+function about({ slo }) {
+  if (!slo) return "";
+  const limits = `TTFT ${format.seconds(slo.ttft_s)}, TPOT ${format.seconds(slo.tpot_s)}`;
+  return `Requests a second that meet both SLOs (${limits}), as predicted for the load that is expected`;
+}
 
 /** Every ratio of the workers there are, where nothing is predicted. */
 function unpredicted({ num_prefill, num_decode, num_both }) {
@@ -67,18 +91,24 @@ function Slider({ ratios, index, now, locked, onChange }) {
   `;
 }
 
-const inWords = (ratio) =>
-  `${ratio.num_prefill} prefill, ${ratio.num_decode} decode${ratio.goodput === undefined ? "" : `: ${format.number(ratio.goodput)} requests a second`}`;
+function inWords({ num_prefill, num_decode, goodput }) {
+  const predicted = goodput === undefined ? "" : `: ${format.number(goodput)} requests a second`;
+  return `${num_prefill} prefill, ${num_decode} decode${predicted}`;
+}
 
 function predicted(ratio, now) {
   if (ratio.goodput === undefined) return "";
   const difference = ratio.goodput - now.goodput;
-  const against = Math.abs(difference) < 0.005 ? "" : ` (${difference > 0 ? "+" : "−"}${format.number(Math.abs(difference))} against now)`;
-  return html`Predicted: <b>${format.number(ratio.goodput)}</b> requests/s within the SLOs${against}, ${format.share(ratio.attainment)} of what
-    comes · ${format.times(ratio)}`;
+  const against =
+    Math.abs(difference) < 0.005
+      ? ""
+      : ` (${difference > 0 ? "+" : "−"}${format.number(Math.abs(difference))} against now)`;
+  const [goodput, share] = [format.number(ratio.goodput), format.share(ratio.attainment)];
+  const rest = `${against}, ${share} of what comes · ${format.times(ratio)}`;
+  return html`Predicted: <b>${goodput}</b> requests/s within the SLOs${rest}`;
 }
 
-function Change({ ratio, isNow, plan, locked, onDone }) {
+function Change({ ratio, isNow, locked, onDone }) {
   const [duration, setDuration] = useState(3600);
   const [outcome, setOutcome] = useState(null);
   const wanted = { mode: "manual", num_prefill: ratio.num_prefill, num_decode: ratio.num_decode, for_s: duration };
@@ -92,7 +122,12 @@ function Change({ ratio, isNow, plan, locked, onDone }) {
     <div class="change">
       <div class="controls">
         <label for="duration">for</label>
-        <select id="duration" value=${duration} disabled=${Boolean(locked)} onChange=${(event) => setDuration(Number(event.target.value))}>
+        <select
+          id="duration"
+          value=${duration}
+          disabled=${Boolean(locked)}
+          onChange=${(event) => setDuration(Number(event.target.value))}
+        >
           ${DURATIONS.map(([label, value]) => html`<option key=${value} value=${value}>${label}</option>`)}
         </select>
         <button id="apply" class="primary" disabled=${Boolean(locked) || (!isNow && !preview.data)} onClick=${apply}>
@@ -100,14 +135,17 @@ function Change({ ratio, isNow, plan, locked, onDone }) {
         </button>
       </div>
       <div id="preview" aria-live="polite">
-        ${isNow ? outcome ? html`<${Outcome} outcome=${outcome} />` : html`<p class="muted">Move the slider to see which roles would change.</p>` : html`<${Preview} preview=${preview} />`}
+        ${isNow ? html`<${Outcome} outcome=${outcome} />` : html`<${Preview} preview=${preview} />`}
         ${!isNow && outcome?.error && html`<${Failure} error=${outcome.error} />`}
       </div>
     </div>
   `;
 }
 
-const Outcome = ({ outcome }) => (outcome.error ? html`<${Failure} error=${outcome.error} />` : html`<p class="good">${outcome.text}</p>`);
+function Outcome({ outcome }) {
+  if (outcome === null) return html`<p class="muted">Move the slider to see which roles would change.</p>`;
+  return outcome.error ? html`<${Failure} error=${outcome.error} />` : html`<p class="good">${outcome.text}</p>`;
+}
 
 /** What the router says of the wanted plan, once it has stood still: {data, error}. */
 function usePreview(wanted, isOff) {
@@ -136,7 +174,8 @@ function Preview({ preview }) {
     <ul class="flips">
       ${flips.map(
         (flip) => html`<li key=${flip.worker_id}>
-          <b>${flip.worker_id}</b> <span><${Role} role=${flip.before} /> <span aria-label="to">→</span> <${Role} role=${flip.after} /></span>
+          <b>${flip.worker_id}</b>
+          <span><${Role} role=${flip.before} /> <span aria-label="to">→</span> <${Role} role=${flip.after} /></span>
         </li>`,
       )}
     </ul>

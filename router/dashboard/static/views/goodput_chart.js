@@ -10,7 +10,8 @@ export function GoodputChart({ ratios, plan, now, chosen, onChoose }) {
     () => (colours) => goodputOption(colours, ratios, { now, goal, chosen, enough }),
     [ratios, now, goal, chosen, enough],
   );
-  const label = `Predicted goodput by ratio: ${told(ratios[now])} now${goal >= 0 ? `, ${told(ratios[goal])} where the planner would go` : ""}`;
+  const planned = goal >= 0 ? `, ${told(ratios[goal])} where the planner would go` : "";
+  const label = `Predicted goodput by ratio: ${told(ratios[now])} now${planned}`;
   return html`
     <${Chart} label=${label} height=${230} option=${option} onChoose=${onChoose} />
     <p class="legend" aria-hidden="true">
@@ -21,15 +22,32 @@ export function GoodputChart({ ratios, plan, now, chosen, onChoose }) {
   `;
 }
 
-const told = (ratio) => `${format.number(ratio.goodput)} requests a second at ${ratio.num_prefill} to ${ratio.num_decode}`;
+const told = (ratio) =>
+  `${format.number(ratio.goodput)} requests a second at ${ratio.num_prefill} to ${ratio.num_decode}`;
 const name = (ratio) => `${ratio.num_prefill}:${ratio.num_decode}`;
 
 function goodputOption(colours, ratios, marks) {
   return {
     grid: { left: 4, right: 8, top: 34, bottom: 18, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-    xAxis: axis(colours, { type: "category", data: ratios.map(name), splitLine: { show: false }, name: "prefill : decode", nameLocation: "middle", nameGap: 24 }),
-    yAxis: axis(colours, { type: "value", splitNumber: 4, axisLabel: { color: colours.muted, formatter: (value) => format.number(value) } }),
-    tooltip: { ...tooltip(colours), trigger: "axis", axisPointer: { type: "shadow" }, formatter: ([{ dataIndex }]) => inWords(ratios[dataIndex]) },
+    xAxis: axis(colours, {
+      type: "category",
+      data: ratios.map(name),
+      splitLine: { show: false },
+      name: "prefill : decode",
+      nameLocation: "middle",
+      nameGap: 24,
+    }),
+    yAxis: axis(colours, {
+      type: "value",
+      splitNumber: 4,
+      axisLabel: { color: colours.muted, formatter: (value) => format.number(value) },
+    }),
+    tooltip: {
+      ...tooltip(colours),
+      trigger: "axis",
+      axisPointer: { type: "shadow" },
+      formatter: ([{ dataIndex }]) => inWords(ratios[dataIndex]),
+    },
     series: [
       {
         type: "bar",
@@ -44,18 +62,34 @@ function goodputOption(colours, ratios, marks) {
 
 function bar(colours, ratio, isChosen, isEnough) {
   const border = isChosen ? { borderColor: colours.text, borderWidth: 2 } : {};
-  return { value: ratio.goodput, itemStyle: { color: isEnough ? colours.accent : colours.even, borderRadius: [3, 3, 0, 0], ...border } };
+  return {
+    value: ratio.goodput,
+    itemStyle: { color: isEnough ? colours.accent : colours.even, borderRadius: [3, 3, 0, 0], ...border },
+  };
 }
 
 /** One label at a place, whatever falls together there. */
 function labels(colours, ratios, { now, goal, chosen }) {
   const words = new Map();
-  for (const [word, i] of [["now", now], ["planner", goal], ["chosen", chosen === now ? -1 : chosen]]) {
+  for (const [word, i] of [
+    ["now", now],
+    ["planner", goal],
+    ["chosen", chosen === now ? -1 : chosen],
+  ]) {
     if (i >= 0) words.set(i, [...(words.get(i) ?? []), word]);
   }
   return [...words].map(([i, list]) => ({
     coord: [i, ratios[i].goodput],
-    label: { show: true, formatter: `${list.join(" + ")}\n▼`, position: "top", distance: 2, color: colours.text, fontWeight: 600, fontSize: 11, lineHeight: 12 },
+    label: {
+      show: true,
+      formatter: `${list.join(" + ")}\n▼`,
+      position: "top",
+      distance: 2,
+      color: colours.text,
+      fontWeight: 600,
+      fontSize: 11,
+      lineHeight: 12,
+    },
   }));
 }
 

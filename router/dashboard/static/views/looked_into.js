@@ -9,7 +9,7 @@ const ON_A_PAGE = 16;
 const EVERY_MS = 1000;
 const order = new Intl.Collator("en", { numeric: true });
 
-/** `isWanted` says of which workers, `summary` draws what is known of all that are shown, `detail` of the chosen one. */
+/** `isWanted` says of which workers, `summary` draws what is known of those on the page, `detail` of the chosen one. */
 export function LookedInto({ title, about, columns, isWanted = () => true, nobody, summary: Summary, detail: Detail }) {
   const pools = useTopic("pools");
   const [page, setPage] = useState(0);
@@ -24,13 +24,15 @@ export function LookedInto({ title, about, columns, isWanted = () => true, nobod
   const rows = rowsOf(shown, told);
   const row = rows.find(({ worker }) => worker.worker_id === chosen) ?? rows[0];
   if (pools.data && !wanted.length) return nobody;
+  const pages = last > 0 && html`<${Pages} at=${at} last=${last} total=${wanted.length} onChange=${setPage} />`;
   return html`
     <${Known} told=${pools} of="the workers">
-      <${Card} title=${title} about=${about} actions=${last > 0 && html`<${Pages} at=${at} last=${last} total=${wanted.length} onChange=${setPage} />`} wide>
+      <${Card} title=${title} about=${about} actions=${pages} wide>
         ${told.error && html`<${Failure} error=${told.error} />`}
         ${Summary && rows.some(({ insights }) => insights) && html`<${Summary} rows=${rows} />`}
-        ${unserved(rows) ??
-        html`<${Table}
+        ${
+          unserved(rows) ??
+          html`<${Table}
           name=${title}
           columns=${columns}
           rows=${rows}
@@ -39,7 +41,8 @@ export function LookedInto({ title, about, columns, isWanted = () => true, nobod
           chosen=${Detail && row?.worker.worker_id}
           onChoose=${Detail && setChosen}
           empty=${html`<${Empty} title="No worker">…<//>`}
-        />`}
+        />`
+        }
       <//>
       ${Detail && row?.insights && html`<${Detail} worker=${row.worker} insights=${row.insights} rows=${rows} />`}
     <//>
@@ -70,7 +73,12 @@ const Pages = ({ at, last, total, onChange }) => html`
 `;
 
 /** The first column of every such table. */
-export const WORKER = { id: "worker", label: "Worker", value: ({ worker }) => worker.worker_id, cell: ({ worker }) => worker.worker_id };
+export const WORKER = {
+  id: "worker",
+  label: "Worker",
+  value: ({ worker }) => worker.worker_id,
+  cell: ({ worker }) => worker.worker_id,
+};
 
 /** A column of what insights tell; without them, it says so. */
 export const told = (column, of) => ({

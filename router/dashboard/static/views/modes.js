@@ -6,7 +6,11 @@ import * as format from "../format.js";
 
 const MODES = [
   { mode: "auto", label: "Automatic", about: "The planner changes roles where that pays." },
-  { mode: "manual", label: "Manual", about: "A ratio of yours holds for some time, then it is as before. Set it below." },
+  {
+    mode: "manual",
+    label: "Manual",
+    about: "A ratio of yours holds for some time, then it is as before. Set it below.",
+  },
   { mode: "frozen", label: "Frozen", about: "Nobody changes a role, except one by one." },
 ];
 
@@ -42,10 +46,13 @@ export function Modes({ plan, locked }) {
         )}
       </div>
       <p class="about">${current?.about ?? "This router does not say."} ${until(plan)}</p>
-      ${plan.plan && html`<p>
+      ${
+        plan.plan &&
+        html`<p>
         In force: <b>${plan.plan.num_prefill} : ${plan.plan.num_decode}</b>, plan ${plan.plan.epoch}<br />
         <span class="muted">${plan.plan.reason}</span>
-      </p>`}
+      </p>`
+      }
       <label class="switch">
         <input
           type="checkbox"

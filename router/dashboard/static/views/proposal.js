@@ -7,18 +7,24 @@ export function Proposal({ plan }) {
   const { proposed } = plan;
   return html`
     <${Card} title="The planner" about=${asked(plan)} id="proposal">
-      ${proposed
-        ? html`<${Advice} plan=${plan} proposed=${proposed} />`
-        : html`<${Empty} title="Nothing is known yet">It proposes a ratio once workers have measured their steps and requests have come.<//>`}
+      ${
+        proposed
+          ? html`<${Advice} plan=${plan} proposed=${proposed} />`
+          : html`<${Empty} title="Nothing is known yet">
+              It proposes a ratio once workers have measured their steps and requests have come.
+            <//>`
+      }
       ${plan.forecast && html`<${Forecast} forecast=${plan.forecast} />`}
     <//>
   `;
 }
 
-const asked = ({ planned_by, planned_ago_s }) => (planned_by ? `asked ${format.seconds(planned_ago_s)} ago, at ${planned_by}` : "");
+const asked = ({ planned_by, planned_ago_s }) =>
+  planned_by ? `asked ${format.seconds(planned_ago_s)} ago, at ${planned_by}` : "";
 
 function Advice({ plan, proposed }) {
-  const stays = plan.plan && proposed.num_prefill === plan.plan.num_prefill && proposed.num_decode === plan.plan.num_decode;
+  const stays =
+    plan.plan && proposed.num_prefill === plan.plan.num_prefill && proposed.num_decode === plan.plan.num_decode;
   return html`
     <p class="advice">
       ${stays ? "Would stay at " : "Would go to "}
@@ -27,7 +33,8 @@ function Advice({ plan, proposed }) {
     </p>
     <p class="reason">${proposed.reason}</p>
     <p class="muted">
-      ${format.number(proposed.goodput)} requests/s predicted in all, with a confidence of ${format.share(proposed.confidence)}
+      ${format.number(proposed.goodput)} requests/s predicted in all, with a confidence of
+      ${` ${format.share(proposed.confidence)}`}
     </p>
   `;
 }

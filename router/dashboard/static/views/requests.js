@@ -17,31 +17,51 @@ export function Requests() {
       <option value="slowest">Slowest first</option>
       <option value="newest">Newest first</option>
     </select>
-    <label class="check"><input type="checkbox" checked=${running} onChange=${() => setRunning(!running)} /> Running only</label>
+    <label class="check">
+      <input type="checkbox" checked=${running} onChange=${() => setRunning(!running)} /> Running only
+    </label>
   `;
   return html`
     <${Card} title="Requests" about="That this router is serving or has answered lately" actions=${actions} wide>
       <${Known} told=${told} of="requests">
-        <${List} requests=${told.data?.requests ?? []} chosen=${chosen} onChoose=${(id) => setChosen(id === chosen ? "" : id)} />
+        <${List}
+          requests=${told.data?.requests ?? []}
+          chosen=${chosen}
+          onChoose=${(id) => setChosen(id === chosen ? "" : id)}
+        />
       <//>
     <//>
   `;
 }
 
 function List({ requests, chosen, onChoose }) {
-  if (!requests.length) return html`<${Empty} title="No request to show">Ask something: <code>pdserve chat</code>. Answered ones are kept for a while.<//>`;
+  if (!requests.length)
+    return html`<${Empty} title="No request to show">
+      Ask something: <code>pdserve chat</code>. Answered ones are kept for a while.
+    <//>`;
   const longest = Math.max(...requests.map(({ timeline }) => timeline?.total_s ?? 0), 1e-6);
   return html`
     <${Legend} longest=${longest} />
     <ol class="requests">
-      ${requests.map((request) => html`<${Request} key=${request.request_id} request=${request} longest=${longest} isOpen=${chosen === request.request_id} onChoose=${onChoose} />`)}
+      ${requests.map(
+        (request) =>
+          html`<${Request}
+            key=${request.request_id}
+            request=${request}
+            longest=${longest}
+            isOpen=${chosen === request.request_id}
+            onChoose=${onChoose}
+          />`,
+      )}
     </ol>
   `;
 }
 
 const Legend = ({ longest }) => html`
   <p class="legend stages" aria-hidden="true">
-    ${STAGES.map((name) => html`<span key=${name}><i class=${`swatch stage ${name}`}></i>${NAMES[name] ?? name}</span>`)}
+    ${STAGES.map(
+      (name) => html`<span key=${name}><i class=${`swatch stage ${name}`}></i>${NAMES[name] ?? name}</span>`,
+    )}
     <span class="scale">bars end at ${format.seconds(longest)}</span>
   </p>
 `;
@@ -54,7 +74,10 @@ function Request({ request, longest, isOpen, onChoose }) {
       <button class="request" aria-expanded=${isOpen ? "true" : "false"} onClick=${() => onChoose(id)}>
         <span class="id">${id}</span>
         <span class=${`state ${running ? "warn" : state === "done" ? "good" : "bad"}`}>${state}</span>
-        <span class="tokens">${format.count(request.num_prompt_tokens)} → ${format.count(request.num_output_tokens)} <span class="unit">tok</span></span>
+        <span class="tokens">
+          ${format.count(request.num_prompt_tokens)} → ${format.count(request.num_output_tokens)}${" "}
+          <span class="unit">tok</span>
+        </span>
         <${Bar} timeline=${timeline} longest=${longest} running=${running} />
         <span class="total">${format.seconds(timeline?.total_s)}</span>
       </button>
@@ -96,7 +119,14 @@ function Detail({ request }) {
     <div class="request-detail">
       <table>
         <caption class="unseen">Stages</caption>
-        <thead><tr><th scope="col">Stage</th><th scope="col">Worker</th><th scope="col" class="numeric">Start</th><th scope="col" class="numeric">Took</th></tr></thead>
+        <thead>
+          <tr>
+            <th scope="col">Stage</th>
+            <th scope="col">Worker</th>
+            <th scope="col" class="numeric">Start</th>
+            <th scope="col" class="numeric">Took</th>
+          </tr>
+        </thead>
         <tbody>
           ${(timeline?.stages ?? []).map(
             ({ name, worker_id, start_s, duration_s }, i) => html`<tr key=${i}>

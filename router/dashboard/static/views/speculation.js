@@ -8,19 +8,96 @@ import * as format from "../format.js";
 const KINDS = ["accent", "both", "prefill", "decode"]; // colours of sources, by turn
 const SYMBOLS = ["circle", "triangle", "rect", "diamond"]; // and shapes, for who sees no colours
 
-const best = (insights) => insights.drafts.reduce((most, draft) => (draft.drafted_tokens > (most?.drafted_tokens ?? -1) ? draft : most), null);
+const best = (insights) =>
+  insights.drafts.reduce((most, draft) => (draft.drafted_tokens > (most?.drafted_tokens ?? -1) ? draft : most), null);
 
 const COLUMNS = [
   WORKER,
-  { id: "role", label: "Role", value: ({ worker }) => worker.role, cell: ({ worker }) => html`<${Role} role=${worker.role} />` },
-  told({ id: "sources", label: "Drafts from", value: (all) => all.map((d) => d.source).join(), cell: (all) => all.map((d) => d.source).join(", ") || "nothing" }, (i) => i.drafts),
-  told({ id: "speedup", label: "Speed-up", about: "Measured, against the forecast step without drafts", numeric: true, value: (d) => d.speedup, cell: (d) => (d.speedup ? html`<b class=${d.speedup >= 1 ? "good" : "bad"}>${d.speedup.toFixed(2)}×</b>` : "–") }, best),
-  told({ id: "tokens", label: "Tok/step", about: "Tokens of one sequence in a step", numeric: true, value: (d) => d.tokens_per_step, cell: (d) => d.tokens_per_step.toFixed(2) }, best),
-  told({ id: "first", label: "First accepted", about: "Share of drafts whose first token stands", numeric: true, value: (d) => d.acceptance[0], cell: (d) => format.share(d.acceptance[0]) }, best),
-  told({ id: "share", label: "All accepted", about: "Share of all drafted tokens that stand", numeric: true, value: accepted, cell: (d) => format.share(accepted(d)) }, best),
-  told({ id: "k", label: "Chosen K", about: "The most frequent number of drafted tokens", numeric: true, value: usualLength, cell: (d) => usualLength(d) }, best),
-  told({ id: "why", label: "Why so many", broad: true, value: (why) => why, cell: (why) => html`<span class="prose">${why}</span>` }, (i) => i.draft_reason),
+  {
+    id: "role",
+    label: "Role",
+    value: ({ worker }) => worker.role,
+    cell: ({ worker }) => html`<${Role} role=${worker.role} />`,
+  },
+  told(
+    {
+      id: "sources",
+      label: "Drafts from",
+      value: (all) => all.map((d) => d.source).join(),
+      cell: (all) => all.map((d) => d.source).join(", ") || "nothing",
+    },
+    (i) => i.drafts,
+  ),
+  told(
+    {
+      id: "speedup",
+      label: "Speed-up",
+      about: "Measured, against the forecast step without drafts",
+      numeric: true,
+      value: (d) => d.speedup,
+      cell: speedup,
+    },
+    best,
+  ),
+  told(
+    {
+      id: "tokens",
+      label: "Tok/step",
+      about: "Tokens of one sequence in a step",
+      numeric: true,
+      value: (d) => d.tokens_per_step,
+      cell: (d) => d.tokens_per_step.toFixed(2),
+    },
+    best,
+  ),
+  told(
+    {
+      id: "first",
+      label: "First accepted",
+      about: "Share of drafts whose first token stands",
+      numeric: true,
+      value: (d) => d.acceptance[0],
+      cell: (d) => format.share(d.acceptance[0]),
+    },
+    best,
+  ),
+  told(
+    {
+      id: "share",
+      label: "All accepted",
+      about: "Share of all drafted tokens that stand",
+      numeric: true,
+      value: accepted,
+      cell: (d) => format.share(accepted(d)),
+    },
+    best,
+  ),
+  told(
+    {
+      id: "k",
+      label: "Chosen K",
+      about: "The most frequent number of drafted tokens",
+      numeric: true,
+      value: usualLength,
+      cell: (d) => usualLength(d),
+    },
+    best,
+  ),
+  told(
+    {
+      id: "why",
+      label: "Why so many",
+      broad: true,
+      value: (why) => why,
+      cell: (why) => html`<span class="prose">${why}</span>`,
+    },
+    (i) => i.draft_reason,
+  ),
 ];
+
+function speedup({ speedup: times }) {
+  return times ? html`<b class=${times >= 1 ? "good" : "bad"}>${times.toFixed(2)}×</b>` : "–";
+}
 
 function accepted({ accepted_tokens, drafted_tokens }) {
   return drafted_tokens > 0 ? accepted_tokens / drafted_tokens : null;
@@ -30,7 +107,9 @@ function usualLength({ lengths }) {
   return lengths.length ? lengths.indexOf(Math.max(...lengths)) : "–";
 }
 
-const nobody = html`<${Empty} title="No worker decodes">Drafts are made where answers are written: start a decode worker, or let one change its role.<//>`;
+const nobody = html`<${Empty} title="No worker decodes">
+  Drafts are made where answers are written: start a decode worker, or let one change its role.
+<//>`;
 
 export const Speculation = () => html`
   <${LookedInto}
@@ -64,7 +143,9 @@ function Detail({ worker, insights }) {
 
 function Acceptance({ drafts }) {
   const option = useMemo(() => (colours) => acceptanceOption(colours, drafts), [JSON.stringify(drafts)]);
-  const words = drafts.map(({ source, acceptance }) => `${source}: ${acceptance.map((a) => format.share(a)).join(", ")}`);
+  const words = drafts.map(
+    ({ source, acceptance }) => `${source}: ${acceptance.map((a) => format.share(a)).join(", ")}`,
+  );
   return html`<${Chart} label=${`Acceptance by position. ${words.join(". ")}`} height=${240} option=${option} />`;
 }
 
@@ -79,8 +160,19 @@ function acceptanceOption(colours, drafts) {
     grid: GRID,
     legend: legend(colours),
     tooltip: { ...tooltip(colours), trigger: "axis", valueFormatter: (value) => format.share(value) },
-    xAxis: axis(colours, { type: "category", data: positions, splitLine: { show: false }, ...below("position in the draft") }),
-    yAxis: axis(colours, { type: "value", min: 0, max: 1, interval: 0.25, axisLabel: { color: colours.muted, formatter: (v) => format.share(v) } }),
+    xAxis: axis(colours, {
+      type: "category",
+      data: positions,
+      splitLine: { show: false },
+      ...below("position in the draft"),
+    }),
+    yAxis: axis(colours, {
+      type: "value",
+      min: 0,
+      max: 1,
+      interval: 0.25,
+      axisLabel: { color: colours.muted, formatter: (v) => format.share(v) },
+    }),
     series: drafts.map(({ source, acceptance }, i) => ({
       type: "line",
       name: source,
@@ -96,24 +188,49 @@ function acceptanceOption(colours, drafts) {
 function Lengths({ drafts }) {
   const option = useMemo(() => (colours) => lengthsOption(colours, drafts), [JSON.stringify(drafts)]);
   const words = drafts.map(({ source, lengths }) => `${source}: ${lengths.join(", ")} steps`);
-  return html`<${Chart} label=${`Steps by drafted tokens from 0 on. ${words.join(". ")}`} height=${240} option=${option} />`;
+  const label = `Steps by drafted tokens from 0 on. ${words.join(". ")}`;
+  return html`<${Chart} label=${label} height=${240} option=${option} />`;
 }
 
 function lengthsOption(colours, drafts) {
   const lengths = Array.from({ length: most(drafts, (d) => d.lengths) }, (_, i) => i);
-  const part = ({ lengths: all }) => all.map((n) => n / Math.max(1, all.reduce((sum, each) => sum + each, 0)));
+  const part = ({ lengths: all }) =>
+    all.map(
+      (n) =>
+        n /
+        Math.max(
+          1,
+          all.reduce((sum, each) => sum + each, 0),
+        ),
+    );
   return {
     grid: GRID,
     legend: legend(colours),
-    tooltip: { ...tooltip(colours), trigger: "axis", axisPointer: { type: "shadow" }, valueFormatter: (value) => `${format.share(value)} of steps` },
+    tooltip: {
+      ...tooltip(colours),
+      trigger: "axis",
+      axisPointer: { type: "shadow" },
+      valueFormatter: (value) => `${format.share(value)} of steps`,
+    },
     xAxis: axis(colours, { type: "category", data: lengths, splitLine: { show: false }, ...below("tokens drafted") }),
-    yAxis: axis(colours, { type: "value", splitNumber: 4, axisLabel: { color: colours.muted, formatter: (v) => format.share(v) } }),
+    yAxis: axis(colours, {
+      type: "value",
+      splitNumber: 4,
+      axisLabel: { color: colours.muted, formatter: (v) => format.share(v) },
+    }),
     series: drafts.map((draft, i) => ({
       type: "bar",
       name: draft.source,
       data: part(draft),
       barMaxWidth: 22,
-      itemStyle: { color: colours[KINDS[i % KINDS.length]], borderRadius: [2, 2, 0, 0], decal: i % 2 ? { symbol: "rect", rotation: 0.78, dashArrayX: [1, 0], dashArrayY: [2, 4], color: colours.surface } : undefined },
+      itemStyle: {
+        color: colours[KINDS[i % KINDS.length]],
+        borderRadius: [2, 2, 0, 0],
+        decal:
+          i % 2
+            ? { symbol: "rect", rotation: 0.78, dashArrayX: [1, 0], dashArrayY: [2, 4], color: colours.surface }
+            : undefined,
+      },
     })),
   };
 }

@@ -44,8 +44,18 @@ function Line({ title, unit = "", slices, lines, limit, write }) {
 function lineOption(colours, slices, lines, limit, write) {
   return {
     grid: { left: 4, right: 10, top: 10, bottom: 4, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-    xAxis: axis(colours, { type: "time", splitLine: { show: false }, splitNumber: 3, axisLabel: { color: colours.muted, hideOverlap: true, formatter: "{HH}:{mm}" } }),
-    yAxis: axis(colours, { type: "value", splitNumber: 3, max: limit ? (range) => Math.max(range.max, limit * 1.1) : null, axisLabel: { color: colours.muted, formatter: write, showMaxLabel: !limit } }),
+    xAxis: axis(colours, {
+      type: "time",
+      splitLine: { show: false },
+      splitNumber: 3,
+      axisLabel: { color: colours.muted, hideOverlap: true, formatter: "{HH}:{mm}" },
+    }),
+    yAxis: axis(colours, {
+      type: "value",
+      splitNumber: 3,
+      max: limit ? (range) => Math.max(range.max, limit * 1.1) : null,
+      axisLabel: { color: colours.muted, formatter: write, showMaxLabel: !limit },
+    }),
     tooltip: { ...tooltip(colours), trigger: "axis", valueFormatter: write },
     series: lines.map((line, i) => ({
       type: "line",
