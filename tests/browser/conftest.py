@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import pytest
 from selenium import webdriver
@@ -28,8 +28,7 @@ FLAGS = (
     "--disable-sync",
     "--window-size=1440,900",
 )
-Result = TypeVar("Result")
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @pytest.fixture(scope="session")

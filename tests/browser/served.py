@@ -18,7 +18,7 @@ class Served:
         *,
         cluster: FakeCluster | None = None,
         keys: Mapping[str, Caller] | None = None,
-        **serves: bool,
+        **serves: Any,
     ) -> None:
         self._run = run
         self._keys = keys

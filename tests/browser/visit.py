@@ -36,19 +36,23 @@ class Visit:
         self._host = urlsplit(url).netloc
         self._takes_logs()
         self._emulate("setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self._emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.prefer(theme)
         browser.get(f"{url}/#{view}")
         if key:
             self.type("#api-key", key, Keys.ENTER)
 
     def end(self) -> None:
         """Nothing to complain of, and nobody else asked."""
-        complaints = [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] != "DEBUG"]
+        complaints = [entry["message"] for entry in self._log("browser") if entry["level"] != "DEBUG"]
         elsewhere = {host for host in self._hosts_asked() if host != self._host}
         self.browser.get("about:blank")
         refused = [complaint for complaint in complaints if "/api/plan" in complaint]
         assert len(refused) == self._refusals and len(complaints) == len(refused), f"console: {complaints}"
         assert not elsewhere, f"the page has asked {elsewhere}"
+
+    def prefer(self, theme: str) -> None:
+        """As the visitor's system does."""
+        self._emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     def all(self, selector: str) -> list[WebElement]:
         return self.browser.find_elements(By.CSS_SELECTOR, selector)
@@ -67,7 +71,7 @@ class Visit:
         ignored = (StaleElementReferenceException,)
         waiting = WebDriverWait(self.browser, WAIT_S, poll_frequency=0.05, ignored_exceptions=ignored)
         result: Any = waiting.until(look, f"not {what} within {WAIT_S:g} s")
-        return result  # type: ignore[no-any-return]
+        return result
 
     def until_text(self, selector: str, *words: str) -> str:
         """Returns what is there as soon as all of these words are."""
@@ -116,9 +120,14 @@ class Visit:
 
     def _takes_logs(self) -> None:
         for log in ("browser", "performance"):
-            self.browser.get_log(log)
+            self._log(log)
+
+    def _log(self, name: str) -> list[dict[str, Any]]:
+        """What has come since it was read last."""
+        entries: list[dict[str, Any]] = self.browser.get_log(name)  # type: ignore[no-untyped-call]
+        return entries
 
     def _hosts_asked(self) -> set[str]:
-        messages = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
+        messages = [json.loads(entry["message"])["message"] for entry in self._log("performance")]
         sent = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
         return {parts.netloc for parts in map(urlsplit, sent) if parts.scheme in ("http", "https", "ws", "wss")}

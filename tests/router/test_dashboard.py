@@ -81,7 +81,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def opened(
-    keys: Mapping[str, Caller] | None = None, *, names: tuple[str, ...] = (), **served: bool
+    keys: Mapping[str, Caller] | None = None, *, names: tuple[str, ...] = (), **served: Any
 ) -> AsyncIterator[Page]:
     router = FakeRouter(FakeCluster(), keys=keys, **served)
     async with running(router), Dashboard(DashboardConfig(router.address, port=0, names=names)) as dashboard:
@@ -124,7 +124,8 @@ async def test_a_change_of_the_cluster_is_streamed(page: Page) -> None:
         page.router.cluster.roles["decode-3"] = page.router.cluster.roles["prefill-0"]
 
         def has_changed(told: Any) -> bool:
-            return {"worker_id": "decode-3", "role": "prefill"}.items() <= told["data"]["workers"][5].items()
+            worker: dict[str, Any] = told["data"]["workers"][5]
+            return {"worker_id": "decode-3", "role": "prefill"}.items() <= worker.items()
 
         await stream.until("pools", has_changed)
 
