@@ -272,7 +272,7 @@ def test_every_view_fits_and_is_legible(serve: Serve, visit: Open, width: int) -
         assert widths[0] <= widths[1], f"{view} is wider than the window"
         for theme in ("light", "dark"):
             page.prefer(theme)
-            assert page.ask("return document.documentElement.dataset.theme") == theme
+            page.until_theme(theme)
             assert page.ask(CONTRASTS) == [], f"{view}, {theme}"
 
 
@@ -282,10 +282,10 @@ def test_theme_is_turned_and_kept(serve: Serve, visit: Open) -> None:
     for name, shown in (("light", "light"), ("dark", "dark")):
         page.click(".theme")
         page.until_text(".theme", name)
-        assert page.ask("return document.documentElement.dataset.theme") == shown
+        assert page.theme == shown
     page.browser.refresh()
     page.one(LOADED["pools"])
-    assert page.ask("return document.documentElement.dataset.theme") == "dark"
+    assert page.theme == "dark"
     page.click(".theme")
     page.until_text(".theme", "system")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from selenium import webdriver
@@ -54,6 +54,13 @@ class Visit:
         """As the visitor's system does."""
         self._emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
+    @property
+    def theme(self) -> object:
+        return self.ask("return document.documentElement.dataset.theme")
+
+    def until_theme(self, name: str) -> None:
+        self.until(lambda: self.theme == name, f"the theme is {name}")
+
     def all(self, selector: str) -> list[WebElement]:
         return self.browser.find_elements(By.CSS_SELECTOR, selector)
 
@@ -70,8 +77,7 @@ class Visit:
 
         ignored = (StaleElementReferenceException,)
         waiting = WebDriverWait(self.browser, WAIT_S, poll_frequency=0.05, ignored_exceptions=ignored)
-        result: Any = waiting.until(look, f"not {what} within {WAIT_S:g} s")
-        return result
+        return cast("Found", waiting.until(look, f"not {what} within {WAIT_S:g} s"))
 
     def until_text(self, selector: str, *words: str) -> str:
         """Returns what is there as soon as all of these words are."""
@@ -105,7 +111,7 @@ class Visit:
         return self.one(selector).is_enabled()
 
     def ask(self, script: str, *arguments: object) -> Any:
-        return self.browser.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
+        return self.browser.execute_script(script, *arguments)
 
     def column(self, number: int) -> list[str]:
         """Of the first table, without its heading."""
