@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from deploy import asking_options, door_options, options, security_options
+from deploy.dashboard_command import dashboard
 from deploy.decision_command import decisions
 from deploy.insight_commands import requests, traffic
 from deploy.key_commands import key
@@ -105,6 +106,7 @@ def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) ->
 @options.host_option
 @options.port_option
 @door_options.door_options
+@door_options.dashboard_port_option
 @options.threads_option
 @options.worker_options
 @policy_options
@@ -268,6 +270,7 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connec
         raise click.exceptions.Exit(1)
 
 
+cli.add_command(dashboard)
 cli.add_command(decisions)
 cli.add_command(requests)
 cli.add_command(traffic)
