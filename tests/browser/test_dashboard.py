@@ -177,6 +177,19 @@ def test_stale_data_is_shown_as_stale_until_the_router_is_back(serve: Serve, vis
     page.until_text(".ratio", "3 prefill, 4 decode, 1 both")
 
 
+def test_the_page_comes_back_to_a_dashboard_that_was_restarted(serve: Serve, visit: Open) -> None:
+    served = serve()
+    page = visit(served, is_cut_off=True)
+    page.until_text(".freshness", "Live")
+    served.stop_dashboard()
+    page.until_text(".freshness", "Stale:")
+    assert page.one(".freshness").get_attribute("title") == "the dashboard does not answer"
+    served.cluster.roles["decode-0"] = PREFILL
+    served.restart_dashboard()
+    page.until_text(".freshness", "Live")
+    page.until_text(".ratio", "3 prefill, 4 decode, 1 both")
+
+
 def test_an_older_router_is_told_plainly(serve: Serve, visit: Open) -> None:
     page = visit(serve(serves_plans=False, serves_insights=False))
     page.until(lambda: len(page.column(0)) == 8, "the workers, all the same")
@@ -262,7 +275,7 @@ def test_speculation_of_the_chosen_worker(serve: Serve, visit: Open) -> None:
     assert "prefill-0" not in page.column(0)
 
 
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("width", [1440, 900, 390])
 def test_every_view_fits_and_is_legible(serve: Serve, visit: Open, width: int) -> None:
     page = visit(serve(), width=width)
     for view in VIEWS:
