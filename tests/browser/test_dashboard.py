@@ -85,7 +85,7 @@ def test_slider_previews_and_the_button_applies(serve: Serve, visit: Open) -> No
     page.until_text("#modes", "In force: 4 : 4", "It ends in 60 min")
     assert page.one("[data-mode=manual]").get_attribute("aria-pressed") == "true"
     page.until(lambda: "worker-0" in page.text("#flips tbody tr:nth-child(1)") or None, "the flip listed first")
-    page.until_text("section[aria-label=Decisions]", "plan manual 4:4")
+    page.until_text("section[aria-label=Decisions]", "manual 4:4")
 
 
 def test_a_slider_that_moves_on_is_previewed_where_it_stops(serve: Serve, visit: Open) -> None:
