@@ -99,7 +99,16 @@ class Visit:
         return self.until(shown, f"{selector} tells {', '.join(words)}")
 
     def press(self, selector: str, *keys: str) -> None:
-        self.one(selector).send_keys(*keys)
+        """Once it takes keys."""
+
+        def pressed() -> bool:
+            element = self.one(selector)
+            if element.is_enabled():
+                element.send_keys(*keys)
+                return True
+            return False
+
+        self.until(pressed, f"{selector} takes keys")
 
     def type(self, selector: str, *keys: str) -> None:
         self.press(selector, *keys)
