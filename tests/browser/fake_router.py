@@ -113,7 +113,7 @@ class FakePlans(plans_pb2_grpc.PlansServicer):
         what = plans_pb2.PlanMode.Name(request.mode).removeprefix("PLAN_MODE_").lower()
         told = f"{request.num_prefill}:{request.num_decode}" if request.mode == MANUAL else ""
         decision = workers_pb2.Decision(
-            at=stamp(), what=f"plan {what}", role=told, key=current_caller.get().key, router="127.0.0.1:8500"
+            at=stamp(), what=what, role=told, key=current_caller.get().key, router="127.0.0.1:8500"
         )
         self._planning.decisions.insert(0, decision)
 
@@ -295,7 +295,7 @@ def with_history(planning: Planning) -> Planning:
         planning.decisions.append(
             workers_pb2.Decision(
                 at=stamp(30 + 640 * i),
-                what=("plan manual", "role", "drain", "plan auto", "no drain", "role")[i],
+                what=("manual", "role", "drain", "auto", "no drain", "role")[i],
                 worker_id=("", "decode-2", "decode-1", "", "decode-1", "prefill-0")[i],
                 role=("4:4", "prefill", "", "", "", "both")[i],
                 key=("operator", "operator", "night-shift", "", "night-shift", "operator")[i],

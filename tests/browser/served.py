@@ -51,13 +51,24 @@ class Served:
         """At the same address."""
         self._run(self._start_router(self.router.port))
 
+    def stop_dashboard(self) -> None:
+        assert self._dashboard is not None
+        self._run(self._dashboard.stop())
+
+    def restart_dashboard(self) -> None:
+        """At the same address."""
+        self._run(self._start_dashboard(int(self.url.rpartition(":")[2])))
+
     async def _start_router(self, port: int) -> None:
         self._router = FakeRouter(self.cluster, port=port, keys=self._keys, planning=self.planning, **self._serves)
         await self._router.server.start()
 
     async def _start(self) -> None:
         await self._start_router(0)
-        self._dashboard = Dashboard(DashboardConfig(self.router.address, port=0))
+        await self._start_dashboard(0)
+
+    async def _start_dashboard(self, port: int) -> None:
+        self._dashboard = Dashboard(DashboardConfig(self.router.address, port=port))
         await self._dashboard.__aenter__()
 
     async def _stop(self) -> None:

@@ -85,7 +85,7 @@ def test_slider_previews_and_the_button_applies(serve: Serve, visit: Open) -> No
     page.until_text("#modes", "In force: 4 : 4", "It ends in 60 min")
     assert page.one("[data-mode=manual]").get_attribute("aria-pressed") == "true"
     page.until(lambda: "worker-0" in page.text("#flips tbody tr:nth-child(1)") or None, "the flip listed first")
-    page.until_text("section[aria-label=Decisions]", "plan manual 4:4")
+    page.until_text("section[aria-label=Decisions]", "manual 4:4")
 
 
 def test_a_slider_that_moves_on_is_previewed_where_it_stops(serve: Serve, visit: Open) -> None:
@@ -177,6 +177,19 @@ def test_stale_data_is_shown_as_stale_until_the_router_is_back(serve: Serve, vis
     page.until_text(".ratio", "3 prefill, 4 decode, 1 both")
 
 
+def test_the_page_comes_back_to_a_dashboard_that_was_restarted(serve: Serve, visit: Open) -> None:
+    served = serve()
+    page = visit(served, is_cut_off=True)
+    page.until_text(".freshness", "Live")
+    served.stop_dashboard()
+    page.until_text(".freshness", "Stale:")
+    assert page.one(".freshness").get_attribute("title") == "the dashboard does not answer"
+    served.cluster.roles["decode-0"] = PREFILL
+    served.restart_dashboard()
+    page.until_text(".freshness", "Live")
+    page.until_text(".ratio", "3 prefill, 4 decode, 1 both")
+
+
 def test_an_older_router_is_told_plainly(serve: Serve, visit: Open) -> None:
     page = visit(serve(serves_plans=False, serves_insights=False))
     page.until(lambda: len(page.column(0)) == 8, "the workers, all the same")
@@ -262,7 +275,7 @@ def test_speculation_of_the_chosen_worker(serve: Serve, visit: Open) -> None:
     assert "prefill-0" not in page.column(0)
 
 
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("width", [1440, 900, 390])
 def test_every_view_fits_and_is_legible(serve: Serve, visit: Open, width: int) -> None:
     page = visit(serve(), width=width)
     for view in VIEWS:

@@ -29,10 +29,15 @@ class Visit:
         theme: str = "light",
         key: str = "",
         refusals: int = 0,
+        is_cut_off: bool = False,
     ) -> None:
-        """`refusals`: how many changes the router is to refuse, of which the browser complains each time."""
+        """`refusals`: how many changes the router is to refuse, of which the browser complains each time.
+
+        `is_cut_off`: the dashboard itself goes away, of which it complains as well.
+        """
         self.browser = browser
         self._refusals = refusals
+        self._is_cut_off = is_cut_off
         self._host = urlsplit(url).netloc
         self._takes_logs()
         self._emulate("setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -46,6 +51,8 @@ class Visit:
         complaints = [entry["message"] for entry in self._log("browser") if entry["level"] != "DEBUG"]
         elsewhere = {host for host in self._hosts_asked() if host != self._host}
         self.browser.get("about:blank")
+        if self._is_cut_off:
+            complaints = [complaint for complaint in complaints if "ERR_CONNECTION_REFUSED" not in complaint]
         refused = [complaint for complaint in complaints if "/api/plan" in complaint]
         assert len(refused) == self._refusals and len(complaints) == len(refused), f"console: {complaints}"
         assert not elsewhere, f"the page has asked {elsewhere}"
@@ -92,7 +99,16 @@ class Visit:
         return self.until(shown, f"{selector} tells {', '.join(words)}")
 
     def press(self, selector: str, *keys: str) -> None:
-        self.one(selector).send_keys(*keys)
+        """Once it takes keys."""
+
+        def pressed() -> bool:
+            element = self.one(selector)
+            if element.is_enabled():
+                element.send_keys(*keys)
+                return True
+            return False
+
+        self.until(pressed, f"{selector} takes keys")
 
     def type(self, selector: str, *keys: str) -> None:
         self.press(selector, *keys)

@@ -168,7 +168,7 @@ async def test_sets_a_plan(page: Page) -> None:
     assert (asked.mode, asked.num_prefill, asked.num_decode, asked.for_s, asked.reason) == (MANUAL, 4, 4, 900, "lunch")
     assert not asked.preview and not asked.HasField("dry_run")
     decisions = await page.get("/api/decisions?limit=1")
-    assert [(each["what"], each["role"]) for each in decisions["data"]["decisions"]] == [("plan manual", "4:4")]
+    assert [(each["what"], each["role"]) for each in decisions["data"]["decisions"]] == [("manual", "4:4")]
 
 
 @pytest.mark.parametrize(

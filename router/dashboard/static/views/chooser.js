@@ -62,9 +62,11 @@ function unpredicted({ num_prefill, num_decode, num_both }) {
   return Array.from({ length: Math.max(0, total - 1) }, (_, i) => ({ num_prefill: i + 1, num_decode: total - i - 1 }));
 }
 
-/** Where we are. Workers that do both are in both pools; which they are for the plan in force says, if there is one. */
-function nearest(ratios, { num_prefill, num_both, plan }) {
-  const here = num_both > 0 && plan ? plan.num_prefill : num_prefill - num_both / 2;
+/** Where we are. Workers that do both are in both pools; if the plan in force shares them out, as it does. */
+function nearest(ratios, { num_prefill, num_decode, num_both, plan }) {
+  const total = num_prefill + num_decode - num_both;
+  const isShared = num_both > 0 && plan && plan.num_prefill + plan.num_decode === total;
+  const here = isShared ? plan.num_prefill : num_prefill - num_both / 2;
   const distance = ({ num_prefill: other }) => Math.abs(other - here);
   return ratios.reduce((best, ratio, i) => (distance(ratio) < distance(ratios[best]) ? i : best), 0);
 }

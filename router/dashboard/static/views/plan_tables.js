@@ -30,8 +30,12 @@ const FLIPS = [
     value: (f) => f.num_moved,
     cell: (f) => html`${format.count(f.num_moved)} <span class="unit">seq</span>`,
   },
-  { id: "reason", label: "Why", broad: true, cell: (f) => html`<span class="prose">${f.reason || "–"}</span>` },
+  { id: "reason", label: "Why", broad: true, cell: whyChanged },
 ];
+
+function whyChanged({ reason, problem }) {
+  return html`<span class="prose">${reason || "–"}${problem && html` <b class="bad">${problem}</b>`}</span>`;
+}
 
 export function Flips({ flips }) {
   const running = flips.filter(({ state }) => state === "running").length;
@@ -54,7 +58,7 @@ export function Flips({ flips }) {
 
 const DECISIONS = [
   { id: "when", label: "When", value: (d) => d.at, cell: (d) => format.moment(d.at) },
-  { id: "what", label: "What", broad: true, value: (d) => d.what, cell: (d) => html`${d.what} <b>${d.role}</b>` },
+  { id: "what", label: "What", broad: true, value: (d) => d.what, cell: decided },
   { id: "worker", label: "Worker", value: (d) => d.worker_id, cell: (d) => d.worker_id || "–" },
   { id: "router", label: "At", value: (d) => d.router, cell: (d) => d.router },
   {
@@ -64,7 +68,20 @@ const DECISIONS = [
     value: (d) => d.key,
     cell: (d) => d.key || "–",
   },
+  { id: "why", label: "Why", broad: true, cell: (d) => html`<span class="prose">${whyDecided(d)}</span>` },
 ];
+
+/** Older routers tell no sizes, times and reasons. */
+function decided({ what, role, num_prefill, num_decode, took_s }) {
+  const sizes = num_prefill ? `${num_prefill} : ${num_decode}` : role;
+  const after = took_s ? ` after ${format.seconds(took_s)}` : "";
+  return html`${{ proposal: "dry run" }[what] ?? what} <b>${sizes}</b>${after}`;
+}
+
+function whyDecided({ reason, gain }) {
+  const told = gain ? `${gain > 0 ? "+" : "−"}${format.number(Math.abs(gain))} requests/s` : "";
+  return [told, reason].filter(Boolean).join(": ") || "–";
+}
 
 export const Decisions = ({ decisions }) => html`
   <div class="scrolled" tabindex="0" role="region" aria-label="Decisions">
