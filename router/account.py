@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from router.admission import Gate
 from router.dispatch import Dispatch
+from router.observation import Answered
 from router.placement import Placement
 from router.rate_limits import Allowance
 from router.turns import Admitted
@@ -16,12 +17,13 @@ from router.turns import Admitted
 @dataclass(slots=True, eq=False)
 class Account:
     """`admitted`: none of its answers waits at the gate any more. `kept`: load that was counted for answers that have
-    not begun yet. `num_output_tokens`: of each that has ended."""
+    not begun yet. `num_output_tokens`: of each that has ended. `answered`: once all have, and well."""
 
     allowance: Allowance
     admitted: Admitted | None = None
     kept: list[Dispatch] = field(default_factory=list)
     num_output_tokens: list[int] = field(default_factory=list)
+    answered: Answered | None = None
 
     def let_in(self, admitted: Admitted) -> Dispatch:
         """Returns the load of the first answer, which is the caller's to end."""

@@ -48,6 +48,22 @@ class AdmissionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """How the pools' sizes are set, until somebody says otherwise, and what they are to keep to.
+
+    `is_automatic`: a planner decides. `dry_run`: it only says what it would do.
+    """
+
+    is_automatic: bool = True
+    dry_run: bool = False
+    ttft_s: float = 0.5
+    tpot_s: float = 0.05
+    percentile: float = 0.9  # share of the requests that are to keep to both
+    every_s: float = 10.0
+    flip_deadline_s: float = 600.0  # a change of a role that takes longer has failed
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """`metrics_port` None serves no metrics, `http_port` None no HTTP; port 0 takes any that is free.
 
@@ -68,6 +84,7 @@ class RouterConfig:
     relay: RelayPolicy = RelayPolicy()
     admission: AdmissionPolicy = AdmissionPolicy()
     placement: PlacementPolicy = PlacementPolicy()
+    plan: PlanPolicy = PlanPolicy()
     security: Security = field(default_factory=Security)
     keys_file: Path | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -22,7 +22,7 @@ class Dispatch:
     `num_tokens` have to be computed. Of the decode worker `num_blocks` are for the prompt, and `num_blocks_in_all` are
     given back by `ends_at`, if that is known: an answer may end before its last token, but not after it.
 
-    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere. `eased` is called
+    `leaving` is set while its decode worker is to be emptied: the sequence had better go elsewhere. `eased` is called
     when some of the load has ended.
     """
 
@@ -52,6 +52,16 @@ class Dispatch:
                 dispatches.prefilled(self)
             self.eased()
 
+    @property
+    def prefills_on(self) -> Dispatches | None:
+        """Where its prompt is computed."""
+        return self.decode if self.prefill is None else self.prefill
+
+    def handed_over(self) -> None:
+        """The sequence has gone on elsewhere; what is left of this is to be ended."""
+        if self.decode is not None:
+            self.decode.num_handed_over += 1
+
     def end(self) -> None:
         stay_s = None if self.prefilled_at is None else self.clock() - self.prefilled_at
         self.prefilled()  # or never will be
@@ -71,6 +81,7 @@ class Dispatches:
         self.num_decoding = 0  # or on their way to
         self.num_coming = 0  # of those that decode here, until they are prefilled
         self.num_coming_blocks = 0
+        self.num_handed_over = 0  # to other workers, in all
         self._num_stays = 0
         self._mean_stay_s = 0.0
         self.num_unreported_tokens = 0  # of those that prefill here, until they have or a report has them
@@ -108,7 +119,7 @@ class Dispatches:
             self.num_coming_blocks += dispatch.num_blocks
             if dispatch.ends_at is not None:
                 insort(self._ends, (dispatch.ends_at, dispatch.num_blocks_in_all))
-        if (dispatch.decode if dispatch.prefill is None else dispatch.prefill) is self:
+        if dispatch.prefills_on is self:
             self._unreported[dispatch] = None
             self.num_unreported_tokens += dispatch.num_tokens
         self.on_change()

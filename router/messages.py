@@ -16,6 +16,7 @@ from protos.errors import InvalidArgument
 from router.cache_changes import CacheChanges
 from router.candidate import Candidate, Role, WorkerId
 from router.card import ModelCard
+from router.observation import Answered
 from router.profile import WorkerProfile
 from router.request import Request
 from router.shared_records import Decision
@@ -59,6 +60,10 @@ def command_message(command: Role | DumpCache | Routers) -> workers_pb2.RouterCo
     if isinstance(command, Routers):
         return workers_pb2.RouterCommand(routers=command.addresses)
     return workers_pb2.RouterCommand(set_role=_ROLES[command])
+
+
+def role_value(role: Role) -> workers_pb2.Role.ValueType:
+    return _ROLES[role]
 
 
 def role_from_value(value: int, field: str) -> Role:
@@ -209,6 +214,18 @@ def emitted_tokens(raw_messages: Iterable[bytes], num_emitted: int) -> list[int]
     return token_ids
 
 
+def answered_of(summary: inference_pb2.GenerateResponse) -> Answered:
+    """What a planner learns of an answer."""
+    usage, timeline = summary.usage, summary.timeline
+    return Answered(
+        num_prompt_tokens=usage.prompt_tokens,
+        num_cached_tokens=usage.prefill.cached,
+        num_output_tokens=usage.output_tokens,
+        ttft_s=timeline.ttft_s,
+        tpot_s=timeline.tpot_s if usage.output_tokens > 1 else None,
+    )
+
+
 def decision_message(decision: Decision) -> workers_pb2.Decision:
     at = Timestamp()
     at.FromMicroseconds(round(decision.at * 1e6))
@@ -219,6 +236,12 @@ def decision_message(decision: Decision) -> workers_pb2.Decision:
         role=decision.role,
         key=decision.by,
         router=decision.router,
+        reason=decision.reason,
+        gain=decision.gain,
+        num_prefill=decision.num_prefill,
+        num_decode=decision.num_decode,
+        took_s=decision.took_s,
+        num_moved=decision.num_moved,
     )
 
 

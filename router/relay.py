@@ -26,6 +26,7 @@ from router.config import PlacementPolicy, RelayPolicy
 from router.demand import Demand
 from router.leg import AttemptFailed, ended_early
 from router.links import Links
+from router.messages import answered_of
 from router.move import Move, moved
 from router.placement import Placement
 from router.placer import Placer, Wanted
@@ -95,6 +96,7 @@ class Relay:
         metrics.observe_prefix(attempt.placement, summary.usage)
         if not progress.is_choice:
             metrics.observe(summary)
+            progress.account.answered = answered_of(summary)
         yield summary.SerializeToString()
 
     async def _next_attempt(self, progress: Progress, before: Attempt | None) -> Attempt:

@@ -22,26 +22,34 @@ from model.config import ModelConfig
 from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
-from protos import kserve_pb2_grpc, workers_pb2_grpc
+from protos import kserve_pb2_grpc, plans_pb2_grpc, workers_pb2_grpc
 from protos.caller import Authenticator
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.tls import server_context
 from router.admission import Gate
 from router.card import ModelCard
-from router.config import RouterConfig
+from router.config import PlanPolicy, RouterConfig
 from router.decisions import Decisions
+from router.flips import Flips
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
 from router.metrics import QueueCollector, WorkersCollector
+from router.observation import Observation
+from router.observing import Observing
 from router.placement import can_serve
+from router.plan_sharing import PlanSharing
+from router.plan_state import PlanMode, PlanState
+from router.plans_service import PlansService
+from router.pool_scaler import FlipScaler
 from router.pools_service import PoolsService, WorkersService
 from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.shared_table import SharedWorkers
 from router.sharing import Sharing
+from router.steering import Planner, Steering
 from router.store import MemoryStore, Store
 from router.workers import WorkerTable
 
@@ -94,8 +102,10 @@ class Router:
         card: ModelCard,
         rng: random.Random | None = None,
         authenticator: Authenticator | None = None,
+        planner: Planner | None = None,
     ) -> None:
-        """`authenticator` knows the keys of users, if it is not the file that the configuration names."""
+        """`authenticator` knows the keys of users, if it is not the file that the configuration names. Without planner
+        the pools are as large as operators say."""
         self._config = config
         secret = config.security.secret()
         self._links = Links(config.security.credentials(secret))
@@ -106,6 +116,7 @@ class Router:
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self._limits = RateLimits()
+        self._observing = Observing()
         self.inference = InferenceService(
             card,
             self.table,
@@ -114,6 +125,7 @@ class Router:
             self._limits,
             config.max_prompt_bytes,
             offers_direct=config.direct,
+            observing=self._observing,
         )
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
@@ -122,8 +134,14 @@ class Router:
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, registrations)
         self._store = _store_of(config)
         self._decisions = Decisions(self._store, lambda: self.address)
-        self._pools = PoolsService(self.table, card.name, self.inference, self._decisions)
+        self._flips = Flips(self.table, self._decisions, config.plan.flip_deadline_s)
+        self._plan = PlanSharing(self._store, _initial(config.plan), lambda: self.address)
+        scaler = FlipScaler(self.table, self._flips)
+        self._steering = Steering(config.plan, self._plan, scaler, self._decisions, self._observe, planner)
+        self._pools = PoolsService(self.table, card.name, self.inference, self._decisions, self._flips, self._steering)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
+        plans = PlansService(config.plan, self.table, self._flips, scaler, self._plan, self._steering)
+        self._server.add(plans_pb2_grpc.add_PlansServicer_to_server, plans)
         self._kserve = KServeService(self.inference, card, self._is_ready)
         if config.kserve:
             self._server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, self._kserve)
@@ -162,8 +180,8 @@ class Router:
             if self._http is not None:
                 await self._http.start()
                 stack.push_async_callback(self._http.stop)
-            watching = asyncio.create_task(self._look_after())
-            stack.push_async_callback(_ended, watching)
+            for work in (self._look_after(), self._flips.run()):
+                stack.push_async_callback(_ended, asyncio.create_task(work))
             self._share(stack)
             self._stack = stack.pop_all()
         return self
@@ -202,11 +220,18 @@ class Router:
 
     def _share(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._store.close)
-        router_id, table = f"{self.address}-{secrets.token_hex(4)}", SharedWorkers(self.table)
-        self._sharing = Sharing(self._store, router_id, self.address, table, self._limits, self._decisions)
+        router_id, table = f"{self.address}-{secrets.token_hex(4)}", SharedWorkers(self.table, self._flips)
+        self._sharing = Sharing(
+            self._store, router_id, self.address, table, self._limits, self._decisions, plan=self._plan
+        )
         stack.push_async_callback(self._sharing.leave)
-        sharing = asyncio.create_task(self._sharing.run())
-        stack.push_async_callback(_ended, sharing)
+        for work in (self._sharing.run(), self._steering.run()):
+            stack.push_async_callback(_ended, asyncio.create_task(work))
+
+    def _observe(self) -> Observation:
+        arrived, answered = self._observing.take()
+        workers = tuple(self.table.snapshot())
+        return Observation(time.monotonic(), workers, self._gate.num_waiting, arrived, answered)
 
     def _routers(self) -> Sequence[str]:
         return [] if self._sharing is None else self._sharing.addresses
@@ -221,6 +246,10 @@ class Router:
             for worker_id in self.table.silent():
                 await self._links.give_up(worker_id)
             await self.table.wait_changed(_LOOK_S)
+
+
+def _initial(policy: PlanPolicy) -> PlanState:
+    return PlanState(PlanMode.AUTO if policy.is_automatic else PlanMode.FROZEN, policy.dry_run)
 
 
 def _store_of(config: RouterConfig) -> Store:

@@ -18,7 +18,15 @@ from protos import inference_pb2 as pb
 from protos import tracing
 from protos.caller import Caller, current_caller
 from protos.calls import Context
-from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, LimitExceeded, ServiceError, Unavailable
+from protos.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    LimitExceeded,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+)
 from protos.request_id import current_request_id
 from router import metrics
 from router.account import Account, accounted
@@ -28,6 +36,7 @@ from router.choices import Choices
 from router.direct import checked_direct
 from router.echo import echoed
 from router.messages import model_message
+from router.observing import Observing
 from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.request import Request
@@ -64,6 +73,7 @@ class InferenceService:
         max_prompt_bytes: int,
         *,
         offers_direct: bool = False,
+        observing: Observing | None = None,
     ) -> None:
         """`offers_direct`: clients may be sent to the decode workers for their answers."""
         self._card = card
@@ -73,6 +83,7 @@ class InferenceService:
         self._table = table
         self._relay = relay
         self._max_prompt_bytes = max_prompt_bytes
+        self._observing = observing or Observing()
         self._in_flight: set[str] = set()
         self.is_draining = False
 
@@ -175,7 +186,7 @@ class InferenceService:
                 _traced(unresolved.request_id) as span,
                 self._limits.claimed(caller) as allowance,
             ):
-                self._gate.refuse_if_full(caller.tenant, unresolved.priority)
+                self._refuse_if_full(caller, unresolved.priority)
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
                 span.part("tokenize", clock.received_at, clock.received_at + clock.tokenize_s, tokens=len(token_ids))
@@ -183,10 +194,20 @@ class InferenceService:
                 await self._check_grammar(request)
                 request = replace(request, span=span)
                 allowance.take_tokens(request.num_known_tokens, request.max_new_tokens)
+                self._observing.arrived(request.num_known_tokens, request.max_new_tokens)
                 with accounted(allowance, self._gate, request.num_known_tokens) as account:
                     async with aclosing(self._messages(request, clock, deadline_at, account)) as messages:
                         async for raw in messages:
                             yield raw
+                    if account.answered is not None:
+                        self._observing.answered(account.answered)
+
+    def _refuse_if_full(self, caller: Caller, priority: int) -> None:
+        try:
+            self._gate.refuse_if_full(caller.tenant, priority)
+        except Overloaded:
+            self._observing.refused_unread()
+            raise
 
     def _messages(
         self, request: Request, clock: RequestClock, deadline_at: float | None, account: Account

@@ -53,6 +53,13 @@ class SharedLimits(Protocol):
     def router_left(self, router_id: str) -> None: ...
 
 
+class SharedPlan(Protocol):
+    """What `router.plan_sharing` does with the store. Raises StoreAway."""
+
+    async def exchange(self) -> None: ...
+    async def leave(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Peer:
     record: RouterRecord
@@ -72,6 +79,7 @@ class Sharing:
         limits: SharedLimits,
         decisions: Decisions,
         clock: Callable[[], float] = time.monotonic,
+        plan: SharedPlan | None = None,
     ) -> None:
         self._store = store
         self._router_id = router_id
@@ -82,6 +90,7 @@ class Sharing:
         self._peers: dict[str, _Peer] = {}
         self._known: dict[WorkerId, VersionedAssignment] = {}
         self._decisions = decisions
+        self._plan = plan
         self._own = RouterRecord(address, 0)
         self._put_at: float | None = None
         self._is_away = False
@@ -100,6 +109,8 @@ class Sharing:
             await self._put_own()
             await self._read_routers()
             await self._agree()
+            if self._plan is not None:
+                await self._plan.exchange()
             await self._decisions.write()
             self._store_answered()
         except StoreAway as error:
@@ -113,6 +124,8 @@ class Sharing:
     async def leave(self) -> None:
         """At an orderly end: the others need not wait until this router is gone by the clock."""
         try:
+            if self._plan is not None:
+                await self._plan.leave()
             await self._store.remove("routers", self._router_id)
         except StoreAway as error:
             logger.info("the other routers will see by themselves that this one has left: %s", error)

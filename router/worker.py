@@ -102,4 +102,5 @@ class Worker:
             transfer_bytes=load.transfer_bytes,
             transfer_s=load.transfer_s,
             releases=sent.releases(now),
+            flippable=self.profile.flippable,
         )

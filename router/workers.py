@@ -118,17 +118,19 @@ class WorkerTable:
         return [worker.profile.id for worker in self._present() if self.state(worker) is WorkerState.SILENT]
 
     def set_role(self, name: str, role: Role) -> None:
-        """From the next placement on; the worker is told.
+        """From the next placement on; the worker is told. Attempts that decode where nothing is to decode any more are
+        told to leave. `router.flips` looks after the rest.
 
         Raises:
             NotFound: no worker has this name.
             FailedPrecondition: it keeps its role.
         """
-        worker = self._registered(name)
+        worker = self.registered(name)
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
         worker.role = role
         self._stale.add(worker)
+        self._tell_dispatches(worker)
         worker.commands.put_nowait(role)
         self._notify()
 
@@ -138,7 +140,7 @@ class WorkerTable:
         Raises:
             NotFound: no worker has this name.
         """
-        worker = self._registered(name)
+        worker = self.registered(name)
         worker.is_drained = is_drained
         self._stale.add(worker)
         self._tell_dispatches(worker)
@@ -227,7 +229,14 @@ class WorkerTable:
         except TimeoutError:
             return
 
-    def _registered(self, name: str) -> Worker:
+    def process(self, worker_id: WorkerId) -> Worker | None:
+        """None: this process has left, or another one has its name."""
+        worker = self._workers.get(worker_id.name)
+        is_there = worker is not None and worker.profile.id == worker_id and worker.load.state is not WorkerState.LOST
+        return worker if is_there else None
+
+    def registered(self, name: str) -> Worker:
+        """Raises NotFound."""
         worker = self._workers.get(name)
         if worker is None or worker.load.state is WorkerState.LOST:
             names = ", ".join(sorted(worker.profile.id.name for worker in self._present()))
@@ -273,4 +282,5 @@ class WorkerTable:
 
 
 def _is_leaving(worker: Worker) -> bool:
-    return worker.is_drained or worker.load.state is WorkerState.DRAINING
+    """Whether what decodes there had better go on elsewhere."""
+    return worker.is_drained or worker.load.state is WorkerState.DRAINING or Role.DECODE not in worker.role

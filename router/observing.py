@@ -1,0 +1,43 @@
+"""What has come and what has been answered since the planner last looked: of very many the newest. Event loop only."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from router.observation import Answered, Arrival
+
+_MOST = 50_000  # of each, between two looks: twice as many as a router serves in ten seconds
+_SHARE = 0.05  # of each request in the means
+
+
+class Observing:
+    """Means stand for what is not known of a request that is refused before its prompt was tokenized."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = _MOST) -> None:
+        self._clock = clock
+        self._arrived: deque[Arrival] = deque(maxlen=most)
+        self._answered: deque[Answered] = deque(maxlen=most)
+        self._mean: tuple[float, float] | None = None  # tokens of the prompt, and at most of the answer
+
+    def arrived(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """It is admitted, or refused for load."""
+        self._arrived.append(Arrival(self._clock(), num_prompt_tokens, max_tokens))
+        prompt, answer = self._mean or (num_prompt_tokens, max_tokens)
+        self._mean = prompt + _SHARE * (num_prompt_tokens - prompt), answer + _SHARE * (max_tokens - answer)
+
+    def refused_unread(self) -> None:
+        """For load, before its prompt was tokenized: it counts as one like those that came lately."""
+        if self._mean is not None:
+            self._arrived.append(Arrival(self._clock(), round(self._mean[0]), round(self._mean[1])))
+
+    def answered(self, answered: Answered) -> None:
+        self._answered.append(answered)
+
+    def take(self) -> tuple[list[Arrival], list[Answered]]:
+        """What there is since the last time."""
+        arrived, answered = list(self._arrived), list(self._answered)
+        self._arrived.clear()
+        self._answered.clear()
+        return arrived, answered
