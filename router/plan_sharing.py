@@ -118,5 +118,5 @@ class PlanSharing:
 def _address_in(lease: bytes) -> str:
     try:
         return str(json.loads(lease)["address"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""

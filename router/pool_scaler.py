@@ -114,6 +114,10 @@ def _why_not_so_many(
     return told + can + (f", and {_fixed(fixed)}" if fixed else "")
 
 
+def _name(worker: Candidate) -> str:
+    return worker.id.name
+
+
 def _fixed(workers: Sequence[Candidate]) -> str:
-    names = ", ".join(f"{worker.id.name} ({str(worker.role.name).lower()})" for worker in workers)
+    names = ", ".join(f"{worker.id.name} ({str(worker.role.name).lower()})" for worker in sorted(workers, key=_name))
     return f"{names} {'is' if len(workers) == 1 else 'are'} fixed"

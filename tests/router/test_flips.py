@@ -44,8 +44,8 @@ class Pools:
         self.workers["fixed"] = self.table.register(profile("fixed", Role.DECODE, flippable=False), READY)
 
     def dispatched(self, prefill: str | None, decode: str) -> Dispatch:
-        on = [None if name is None else candidate(self.table, name) for name in (prefill, decode)]
-        return self.table.dispatch(Placement(*on), num_tokens=40, num_blocks=3)
+        first = None if prefill is None else candidate(self.table, prefill)
+        return self.table.dispatch(Placement(first, candidate(self.table, decode)), num_tokens=40, num_blocks=3)
 
     def flip(self, name: str, role: Role) -> None:
         self.flips.set_roles({name: role}, "a test", "ann")
