@@ -24,8 +24,8 @@ class PlanMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlanState:
-    """`plan`: in force; None while nobody has decided anything. A manual one ends at `until` (in seconds since 1970), and
-    the mode is `then` as before it: workers get the roles that they had `before` back, unless a planner decides."""
+    """`plan`: in force; None while nobody has decided anything. A manual one ends at `until`, in seconds since 1970.
+    The mode is `then` as before it, and workers get the roles that they had `before` back, unless a planner decides."""
 
     mode: PlanMode
     dry_run: bool = False

@@ -106,6 +106,7 @@ def manual(num_prefill: int = 2, num_decode: int = 2, **fields: Any) -> plans_pb
     return plans_pb2.SetPlanRequest(mode=mode, num_prefill=num_prefill, num_decode=num_decode, **fields)
 
 
+AUTO, FROZEN = plans_pb2.PLAN_MODE_AUTO, plans_pb2.PLAN_MODE_FROZEN
 WRONG = [
     (plans_pb2.SetPlanRequest(), "mode", "mode is 0; it must be PLAN_MODE_AUTO, PLAN_MODE_MANUAL or PLAN_MODE_FROZEN"),
     (manual(0, 4), "num_prefill", "num_prefill is 0; it must be at least 1"),
@@ -117,12 +118,12 @@ WRONG = [
     (manual(for_s=float("nan")), "for_s", "for_s is nan; it must be above 0"),
     (manual(reason="x" * 201), "reason", "reason has 201 characters; it must have at most 200"),
     (
-        plans_pb2.SetPlanRequest(mode=plans_pb2.PLAN_MODE_AUTO, num_prefill=2),
+        plans_pb2.SetPlanRequest(mode=AUTO, num_prefill=2),
         "num_prefill",
         "num_prefill is 2; only a manual plan has it",
     ),
     (
-        plans_pb2.SetPlanRequest(mode=plans_pb2.PLAN_MODE_FROZEN, for_s=9),
+        plans_pb2.SetPlanRequest(mode=FROZEN, for_s=9),
         "for_s",
         "for_s is 9; only a manual plan has it",
     ),
