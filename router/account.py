@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from router.admission import Gate
 from router.dispatch import Dispatch
 from router.observation import Answered
+from router.observing import Observing
 from router.placement import Placement
 from router.rate_limits import Allowance
+from router.request import Request
 from router.turns import Admitted
 
 
@@ -44,9 +46,10 @@ class Account:
 
 
 @contextmanager
-def accounted(allowance: Allowance, gate: Gate, num_prompt_tokens: int) -> Iterator[Account]:
+def accounted(allowance: Allowance, gate: Gate, observing: Observing, request: Request) -> Iterator[Account]:
     """Until all answers have ended, well or not."""
-    account = Account(allowance)
+    account, num_prompt_tokens = Account(allowance), request.num_known_tokens
+    observing.arrived(num_prompt_tokens, request.max_new_tokens)
     try:
         yield account
     finally:
@@ -54,3 +57,5 @@ def accounted(allowance: Allowance, gate: Gate, num_prompt_tokens: int) -> Itera
         if account.admitted is not None:
             gate.answered(account.admitted, num_prompt_tokens, *account.num_output_tokens)
             allowance.used(num_prompt_tokens + sum(account.num_output_tokens))
+        if account.answered is not None:
+            observing.answered(account.answered)

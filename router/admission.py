@@ -54,6 +54,7 @@ class Gate:
         self._held: frozenset[WorkerId] = frozenset()
         self._soon: Timer | None = None
         self._later: Timer | None = None
+        self.on_refused_unread: Callable[[], None] = lambda: None  # for load, before anything was known of the request
 
     @property
     def num_waiting(self) -> int:
@@ -64,7 +65,11 @@ class Gate:
 
     def refuse_if_full(self, tenant: str, priority: int) -> None:
         """Before even the prompt is tokenized. Raises Overloaded."""
-        self._refuse_if_full(tenant, priority, 0)
+        try:
+            self._refuse_if_full(tenant, priority, 0)
+        except Overloaded:
+            self.on_refused_unread()
+            raise
 
     async def admit(self, ask: Ask) -> Admitted:
         """Raises Overloaded, DeadlineExceeded, NoWorker: nothing was done for it. Cancelled, it has left the queue."""

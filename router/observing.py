@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.observation import Answered, Arrival
 
@@ -35,9 +35,14 @@ class Observing:
     def answered(self, answered: Answered) -> None:
         self._answered.append(answered)
 
+    def merge(self, arrived: Sequence[Arrival], answered: Sequence[Answered]) -> None:
+        """What came to another router."""
+        self._arrived.extend(arrived)
+        self._answered.extend(answered)
+
     def take(self) -> tuple[list[Arrival], list[Answered]]:
-        """What there is since the last time."""
-        arrived, answered = list(self._arrived), list(self._answered)
+        """What there is since the last time, in order of arrival."""
+        arrived, answered = sorted(self._arrived, key=lambda arrival: arrival.at_s), list(self._answered)
         self._arrived.clear()
         self._answered.clear()
         return arrived, answered

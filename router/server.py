@@ -51,6 +51,7 @@ from router.shared_table import SharedWorkers
 from router.sharing import Sharing
 from router.steering import Planner, Steering
 from router.store import MemoryStore, Store
+from router.traffic_sharing import TrafficSharing
 from router.workers import WorkerTable
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Router:
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self._limits = RateLimits()
         self._observing = Observing()
+        self._gate.on_refused_unread = self._observing.refused_unread
         self.inference = InferenceService(
             card,
             self.table,
@@ -136,6 +138,9 @@ class Router:
         self._decisions = Decisions(self._store, lambda: self.address)
         self._flips = Flips(self.table, self._decisions, config.plan.flip_deadline_s)
         self._plan = PlanSharing(self._store, _initial(config.plan), lambda: self.address)
+        self._traffic = TrafficSharing(
+            self._store, self._observing, lambda: self._gate.num_waiting, lambda: self._plan.plans_here
+        )
         scaler = FlipScaler(self.table, self._flips)
         self._steering = Steering(config.plan, self._plan, scaler, self._decisions, self._observe, planner)
         self._pools = PoolsService(self.table, card.name, self.inference, self._decisions, self._flips, self._steering)
@@ -221,8 +226,9 @@ class Router:
     def _share(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._store.close)
         router_id, table = f"{self.address}-{secrets.token_hex(4)}", SharedWorkers(self.table, self._flips)
+        others = (self._plan, self._traffic)
         self._sharing = Sharing(
-            self._store, router_id, self.address, table, self._limits, self._decisions, plan=self._plan
+            self._store, router_id, self.address, table, self._limits, self._decisions, others=others
         )
         stack.push_async_callback(self._sharing.leave)
         for work in (self._sharing.run(), self._steering.run()):
@@ -230,8 +236,8 @@ class Router:
 
     def _observe(self) -> Observation:
         arrived, answered = self._observing.take()
-        workers = tuple(self.table.snapshot())
-        return Observation(time.monotonic(), workers, self._gate.num_waiting, arrived, answered)
+        num_waiting = self._gate.num_waiting + self._traffic.num_waiting_elsewhere
+        return Observation(time.monotonic(), tuple(self.table.snapshot()), num_waiting, arrived, answered)
 
     def _routers(self) -> Sequence[str]:
         return [] if self._sharing is None else self._sharing.addresses

@@ -18,15 +18,7 @@ from protos import inference_pb2 as pb
 from protos import tracing
 from protos.caller import Caller, current_caller
 from protos.calls import Context
-from protos.errors import (
-    AlreadyExists,
-    FailedPrecondition,
-    InvalidArgument,
-    LimitExceeded,
-    Overloaded,
-    ServiceError,
-    Unavailable,
-)
+from protos.errors import AlreadyExists, FailedPrecondition, InvalidArgument, LimitExceeded, ServiceError, Unavailable
 from protos.request_id import current_request_id
 from router import metrics
 from router.account import Account, accounted
@@ -186,7 +178,7 @@ class InferenceService:
                 _traced(unresolved.request_id) as span,
                 self._limits.claimed(caller) as allowance,
             ):
-                self._refuse_if_full(caller, unresolved.priority)
+                self._gate.refuse_if_full(caller.tenant, unresolved.priority)
                 token_ids = await self._tokenized(unresolved.prompt)
                 clock.tokenized()
                 span.part("tokenize", clock.received_at, clock.received_at + clock.tokenize_s, tokens=len(token_ids))
@@ -194,20 +186,10 @@ class InferenceService:
                 await self._check_grammar(request)
                 request = replace(request, span=span)
                 allowance.take_tokens(request.num_known_tokens, request.max_new_tokens)
-                self._observing.arrived(request.num_known_tokens, request.max_new_tokens)
-                with accounted(allowance, self._gate, request.num_known_tokens) as account:
+                with accounted(allowance, self._gate, self._observing, request) as account:
                     async with aclosing(self._messages(request, clock, deadline_at, account)) as messages:
                         async for raw in messages:
                             yield raw
-                    if account.answered is not None:
-                        self._observing.answered(account.answered)
-
-    def _refuse_if_full(self, caller: Caller, priority: int) -> None:
-        try:
-            self._gate.refuse_if_full(caller.tenant, priority)
-        except Overloaded:
-            self._observing.refused_unread()
-            raise
 
     def _messages(
         self, request: Request, clock: RequestClock, deadline_at: float | None, account: Account

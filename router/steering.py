@@ -87,13 +87,14 @@ class Steering:
 
     async def look(self) -> None:
         """Does what is due."""
-        if self._sharing.plans_here:
-            await self._end_manual()
+        if not self._sharing.plans_here:  # what comes here is told to the router that plans
+            return
+        await self._end_manual()
         if self._clock() - self._asked_at < self._policy.every_s:
             return
         self._asked_at = self._clock()
         observation = self._observe()
-        if self._sharing.plans_here and self._planner is not None:
+        if self._planner is not None:
             await self._plan(self._planner, observation)
 
     def to_auto(self, reason: str = "", *, dry_run: bool | None = None) -> Change:

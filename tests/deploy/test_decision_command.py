@@ -50,15 +50,15 @@ def test_what_was_planned_and_how_it_went_is_told_with_the_reason() -> None:
     lines = [line.rstrip() for line in written(console).splitlines()]
     start = "2027-01-31 23:05:07"
     assert lines == [
-        "when                 worker      set to                        key  router         why",
-        f"{start}  prefill-10  decode, failed after 61.0 s   -    10.0.0.1:8500  x: the worker has left",
+        "when                 worker      set to                         key  router         why",
+        f"{start}  prefill-10  decode, failed after 61.0 s    -    10.0.0.1:8500  x: the worker has left",
         f"{start}  prefill-10  prefill after 1.3 s, 12 moved  -    10.0.0.1:8500  prompts wait",
-        f"{start}  prefill-10  both after 0.0 s              -    10.0.0.1:8500",
-        f"{start}  -           plan: 3 prefill, 5 decode     -    10.0.0.1:8500  +2.35 requests/s: prompts wait",
+        f"{start}  prefill-10  both after 0.0 s               -    10.0.0.1:8500",
+        f"{start}  -           plan: 3 prefill, 5 decode      -    10.0.0.1:8500  +2.35 requests/s: prompts wait",
         f"{start}  -           dry run: 9 prefill, 1 decode   -    10.0.0.1:8500  +0.5 requests/s",
-        f"{start}  -           manual: 1 prefill, 7 decode   ann  10.0.0.1:8500  a fair",
-        f"{start}  -           frozen                        -    10.0.0.1:8500  the role of w1 was set by hand",
-        f"{start}  -           auto                          -    10.0.0.1:8500",
+        f"{start}  -           manual: 1 prefill, 7 decode    ann  10.0.0.1:8500  a fair",
+        f"{start}  -           frozen                         -    10.0.0.1:8500  the role of w1 was set by hand",
+        f"{start}  -           auto                           -    10.0.0.1:8500",
     ]
 
 
