@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from decode import metrics
 from decode.acceptance import DraftOutcome
 from decode.decoding import DecodeSequence
 from decode.draft_decision import DraftDecision, DraftDemand, DraftReason, StepOutcome, most_useful_drafts
+from decode.draft_log import DraftLog, DraftReport
 from decode.draft_meter import DraftMeter
 from decode.draft_policy import DraftPolicy
 from decode.outlook import NOTHING, Outlook, OutlookOf
@@ -19,7 +21,13 @@ from model.sequence import Sequence
 
 
 class DraftPlanner(Protocol):
-    """Says how much to draft, and learns from what became of it. Event loop only."""
+    """Says how much to draft, and learns from what became of it. Event loop only.
+
+    `reason`: why the last step was to have so many drafts; empty where nothing ever drafts.
+    """
+
+    @property
+    def reason(self) -> str: ...
 
     def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
         """Drafts for each of these, which all run in the next step, at most `num_tokens` together with their tokens."""
@@ -37,9 +45,15 @@ class DraftPlanner(Protocol):
         """The sequence has ended."""
         ...
 
+    def reports(self) -> Items[DraftReport]:
+        """What became of all drafts, one for each source of them."""
+        ...
+
 
 class NoDrafts:
     """The planner of a worker without a drafter."""
+
+    reason = ""
 
     def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
         return [0] * len(decoding)
@@ -53,22 +67,31 @@ class NoDrafts:
     def forget(self, decoding: DecodeSequence) -> None:
         """Nothing is known of it."""
 
+    def reports(self) -> Items[DraftReport]:
+        return ()
+
 
 class FixedDrafts(NoDrafts):
     """So many for everybody, where they can be of use and the drafter has as many."""
 
-    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: OutlookOf) -> None:
+    reason = "fixed"
+
+    def __init__(self, num_drafts: int, max_context_tokens: int, outlook: OutlookOf, drafter: str = "") -> None:
+        """`drafter`: what people call it."""
+        self.log = DraftLog(drafter)
         self._num_drafts = num_drafts
         self._max_context_tokens = max_context_tokens
         self._outlook = outlook
         self._asked: dict[DecodeSequence, int] = {}
+        self._outlooks: dict[DecodeSequence, Outlook] = {}
 
     def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
         spare = num_tokens - len(decoding)
-        self._asked = {}
+        self._asked, self._outlooks = {}, {}
         for each in decoding:
             demand = demand_of(each, self._num_drafts, self._max_context_tokens, self._outlook)
             self._asked[each] = min(spare, demand.most_drafts, demand.outlook.num_tokens)
+            self._outlooks[each] = demand.outlook
             spare -= self._asked[each]
         return list(self._asked.values())
 
@@ -77,14 +100,28 @@ class FixedDrafts(NoDrafts):
 
     def learn(self, results: Items[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
         metrics.DRAFTS.asked(self._asked.values())
+        drafts = outcomes(results, self._asked, self._outlooks)
+        self.log.add(drafts, len(self._asked) - len(drafts))
+
+    def reports(self) -> Items[DraftReport]:
+        return self.log.reports()
 
 
 class AdaptiveDrafts:
     """By `DraftPolicy`: what is expected to emit most tokens per second."""
 
-    def __init__(self, policy: DraftPolicy, longest_draft: int, max_context_tokens: int, outlook: OutlookOf) -> None:
+    def __init__(
+        self,
+        policy: DraftPolicy,
+        longest_draft: int,
+        max_context_tokens: int,
+        outlook: OutlookOf,
+        drafter: str = "",
+    ) -> None:
+        """`drafter`: what people call it."""
         self.policy = policy
         self.meter = DraftMeter()
+        self.log = DraftLog(drafter)
         self._longest_draft = longest_draft
         self._max_context_tokens = max_context_tokens
         self._outlook = outlook
@@ -92,6 +129,13 @@ class AdaptiveDrafts:
         self._asked: dict[DecodeSequence, int] = {}
         self._outlooks: dict[DecodeSequence, Outlook] = {}
         self._num_context_tokens = 0
+
+    @property
+    def reason(self) -> str:
+        return self._decision.reason
+
+    def reports(self) -> Items[DraftReport]:
+        return self.log.reports()
 
     def plan(self, decoding: Items[DecodeSequence], num_tokens: int) -> Items[int]:
         if not decoding:
@@ -120,11 +164,12 @@ class AdaptiveDrafts:
         if not self._asked:
             return
         metrics.DRAFTS.asked(self._asked.values())
-        drafts = (self._draft(decoding, outcome) for decoding, outcome in results)
+        drafts = outcomes(results, self._asked, self._outlooks)
+        self.log.add(drafts, len(self._asked) - len(drafts))
         step = StepOutcome(
             num_sequences=len(self._asked),
             num_context_tokens=self._num_context_tokens,
-            drafts=tuple(draft for draft in drafts if draft is not None),
+            drafts=drafts,
             verify_s=0.0 if was_mixed else output.compute_s - output.draft_s,
             draft_s=output.draft_s,
             num_distinct_experts=None if was_mixed else output.num_distinct_experts,
@@ -132,11 +177,6 @@ class AdaptiveDrafts:
         self._measure(step)
         self.policy.observe(self._decision, step)
         self._asked = {}
-
-    def _draft(self, decoding: DecodeSequence, outcome: Outcome) -> DraftOutcome | None:
-        """None where none was asked for, or the drafter has failed."""
-        asked = self._asked.get(decoding, 0)
-        return draft_outcome(decoding.sequence, asked, self._outlooks[decoding], outcome) if asked else None
 
     def _measure(self, step: StepOutcome) -> None:
         num_drafted = sum(draft.num_drafted for draft in step.drafts)
@@ -148,9 +188,25 @@ class AdaptiveDrafts:
                 metrics.EXPERTS.observe(step.num_distinct_experts)
         if tuple(self._asked.values()) == self._decision.draft_lengths:  # or it was another step that was forecast
             self.meter.observe(self._decision, step, num_experts)
+            if step.drafts:
+                self.log.timed(self._decision, step)
 
     def forget(self, decoding: DecodeSequence) -> None:
         self.policy.forget([decoding.sequence.sequence_id])
+
+
+def outcomes(
+    results: Items[tuple[DecodeSequence, Outcome]],
+    asked: Mapping[DecodeSequence, int],
+    outlooks: Mapping[DecodeSequence, Outlook],
+) -> tuple[DraftOutcome, ...]:
+    """Of the sequences that were asked for drafts, but for those whose drafter has failed."""
+    drafts = (
+        draft_outcome(decoding.sequence, asked[decoding], outlooks[decoding], outcome)
+        for decoding, outcome in results
+        if asked.get(decoding)
+    )
+    return tuple(draft for draft in drafts if draft is not None)
 
 
 def draft_outcome(sequence: Sequence, num_asked: int, outlook: Outlook, outcome: Outcome) -> DraftOutcome | None:

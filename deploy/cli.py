@@ -13,7 +13,9 @@ import click
 from rich.console import Console
 
 from deploy import asking_options, door_options, options, security_options
+from deploy.dashboard_command import dashboard
 from deploy.decision_command import decisions
+from deploy.insight_commands import requests, traffic
 from deploy.key_commands import key
 from deploy.logs import configure_logging
 from deploy.model_commands import model
@@ -105,6 +107,7 @@ def demo(context: click.Context, /, once: bool, prompt: str, **settings: Any) ->
 @options.host_option
 @options.port_option
 @door_options.door_options
+@door_options.dashboard_port_option
 @options.threads_option
 @options.worker_options
 @policy_options
@@ -269,7 +272,10 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connec
 
 
 cli.add_command(pools)
+cli.add_command(dashboard)
 cli.add_command(decisions)
+cli.add_command(requests)
+cli.add_command(traffic)
 cli.add_command(model)
 cli.add_command(plan)
 cli.add_command(key)

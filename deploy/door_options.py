@@ -39,4 +39,12 @@ direct_option = setting(
     help="Let clients read answers at the decode workers, whose addresses they learn; the router places and resumes.",
 )
 
+dashboard_port_option = setting(
+    "--dashboard-port",
+    metavar="PORT|off",
+    callback=_http_port,
+    default="off",
+    help="Port of the page on which pools are watched and tuned; 0 takes any that is free.",
+)
+
 door_options = group_of(http_port_option(), kserve_option, direct_option)

@@ -193,11 +193,11 @@ def draft_planner(
     if not isinstance(runner, SpeculativeRunner) or config.max_draft_tokens == 0:
         return NoDrafts()
     if config.draft_length == "fixed":
-        return FixedDrafts(config.max_draft_tokens, max_context_tokens, runner.outlook)
+        return FixedDrafts(config.max_draft_tokens, max_context_tokens, runner.outlook, runner.drafter)
     routing = Routing.of(model)
     coverage = None if routing is None else ExpertCoverage(routing)
     policy = DraftPolicy(config.max_draft_tokens, coverage)
-    planner = AdaptiveDrafts(policy, config.max_draft_tokens, max_context_tokens, runner.outlook)
+    planner = AdaptiveDrafts(policy, config.max_draft_tokens, max_context_tokens, runner.outlook, runner.drafter)
     metrics.watch_drafting(
         planner.meter,
         lambda position: float(policy.acceptance.pool_rates[position]),

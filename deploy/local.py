@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from deploy.back_off import BackOff
+from deploy.free_port import free_port
+from deploy.local_page import Page, PageConfig
 from deploy.log_folder import LogFolder
 from deploy.logs import message_of
 from deploy.process import ChildProcess, Command, ProcessEnded
@@ -25,7 +26,7 @@ from protos.client import PdserveClient
 from protos.errors import DeadlineExceeded, ServiceError
 from protos.status_values import Status, WorkerStatus
 
-ROUTER = "router"
+ROUTER, DASHBOARD = "router", "dashboard"
 _ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.1
 _STATUS_S = 5.0
@@ -45,6 +46,7 @@ class ClusterConfig:
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0: any that is free
     http_port: int | None = None  # of its OpenAI interface, likewise; None: none
+    page: PageConfig | None = None  # the dashboard
     num_threads: int | None = None
     router_arguments: Sequence[str] = ()
     worker_arguments: Sequence[str] = ()
@@ -79,8 +81,9 @@ class LocalCluster:
 
     def __init__(self, config: ClusterConfig, progress: Progress | None = None) -> None:
         self.config = config
-        self.router_address = f"{config.host}:{_free_port(config.host, config.port)}"
-        self._http_port = None if config.http_port is None else _free_port(config.host, config.http_port, "--http-port")
+        self.router_address = f"{config.host}:{free_port(config.host, config.port)}"
+        self._http_port = None if config.http_port is None else free_port(config.host, config.http_port, "--http-port")
+        self.page = None if config.page is None else Page(config.page, config.host)
         self._progress = progress or Silent()
         self._folder = LogFolder()
         self._processes: dict[str, ChildProcess] = {}
@@ -101,11 +104,14 @@ class LocalCluster:
         try:
             async with asyncio.timeout(self.config.start_timeout_s):
                 await self._spawn(self._router_command())
+                if self.page is not None:
+                    await self._spawn(self._command(DASHBOARD, *self.page.command(self.router_address)))
                 for worker_id, role in self.config.worker_roles.items():
                     await self._spawn(self._worker_command(worker_id, role))
                 async with shown(self._progress, self._what_starts):
                     await self._wait_for_router()
                     await self.wait_ready(self.config.worker_roles)
+                    await self._wait_for_page()
         except TimeoutError:
             await self.close()
             raise TimeoutError(f"not every process was ready after {self.config.start_timeout_s:g} s") from None
@@ -165,6 +171,8 @@ class LocalCluster:
         await self._spawn(self._processes[name].command)
         if name == ROUTER:
             await self._wait_for_router()
+        elif name == DASHBOARD:
+            await self._wait_for_page()
         else:
             await self.wait_ready([name])
 
@@ -216,6 +224,15 @@ class LocalCluster:
             await asyncio.sleep(_POLL_S)
         self._ready.add(ROUTER)
         self._progress.became(ROUTER, f"ready   {self.router_address}")
+
+    async def _wait_for_page(self) -> None:
+        if self.page is None:
+            return
+        while not await self.page.is_served():
+            self._raise_if_ended(DASHBOARD)
+            await asyncio.sleep(_POLL_S)
+        self._ready.add(DASHBOARD)
+        self._progress.became(DASHBOARD, f"ready   {self.page.url}")
 
     def _raise_if_ended(self, name: str) -> None:
         if self._processes[name].exit_code is not None:
@@ -279,17 +296,3 @@ class LocalCluster:
         if num_requests == 0:
             return "stopping"
         return f"Draining: {num_requests} request{'s' * (num_requests != 1)} running (Ctrl-C again stops at once)"
-
-
-def _free_port(host: str, port: int, option: str = "--port") -> int:
-    """The port, if it is free, or for 0 any that is: it has to be known early, and kept when the router restarts.
-
-    Asked before anything is started: workers must not register with another router that happens to be there.
-    """
-    try:
-        with socket.create_server((host, port)) as server:
-            free: int = server.getsockname()[1]
-            return free
-    except OSError as error:
-        why, _, _ = (error.strerror or str(error)).partition(" (while")  # what follows is the address again
-        raise OSError(f"cannot listen at {host}:{port}: {why}; choose another {option}, or 0 for any") from error

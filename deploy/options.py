@@ -200,6 +200,12 @@ worker_options = group_of(
         default="auto",
         help="tree: several guesses for a place, where the head is unsure. auto: tree with EAGLE, which alone can.",
     ),
+    worker_setting(
+        "--calibrate",
+        type=click.Choice(("on", "off")),
+        default="on",
+        help="Measure some steps at the start, for a second or two: placement and planning begin with that.",
+    ),
     worker_setting("--timing", type=click.Path(path_type=Path), help="Step times for --runner timed, a JSON file."),
 )
 

@@ -8,10 +8,10 @@ import click
 
 from deploy.options import group_of
 from deploy.router_options import router_setting
-from router.config import PlanPolicy
+from router.config import SloPolicy, SteeringPolicy
 
 _ABOVE_0 = click.FloatRange(0, min_open=True)
-_POLICY = PlanPolicy()
+_POLICY, _SLO = SteeringPolicy(), SloPolicy()
 
 planning_options = group_of(
     router_setting(
@@ -29,27 +29,26 @@ planning_options = group_of(
         "--plan-every", type=_ABOVE_0, default=_POLICY.every_s, metavar="SECONDS", help="Between two plans."
     ),
     router_setting(
-        "--slo-ttft", type=_ABOVE_0, default=_POLICY.ttft_s, metavar="SECONDS", help="To the first token, to plan for."
+        "--slo-ttft", type=_ABOVE_0, default=_SLO.ttft_s, metavar="SECONDS", help="To the first token, to plan for."
     ),
     router_setting(
-        "--slo-tpot", type=_ABOVE_0, default=_POLICY.tpot_s, metavar="SECONDS", help="Per token after it, likewise."
+        "--slo-tpot", type=_ABOVE_0, default=_SLO.tpot_s, metavar="SECONDS", help="Per token after it, likewise."
     ),
     router_setting(
         "--slo-share",
         type=click.FloatRange(0, 1, min_open=True, max_open=True),
-        default=_POLICY.percentile,
+        default=_SLO.percentile,
         help="Of the requests are to keep to both.",
     ),
 )
 
 
-def take_policy(settings: dict[str, Any]) -> PlanPolicy:
-    """Takes these options out of a command's settings."""
-    return PlanPolicy(
+def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
+    """Takes these options out of a command's settings, as fields of a `RouterConfig`."""
+    steering = SteeringPolicy(
         is_automatic=settings.pop("plan") == "auto",
         dry_run=settings.pop("plan_dry_run"),
         every_s=settings.pop("plan_every"),
-        ttft_s=settings.pop("slo_ttft"),
-        tpot_s=settings.pop("slo_tpot"),
-        percentile=settings.pop("slo_share"),
     )
+    slo = SloPolicy(settings.pop("slo_ttft"), settings.pop("slo_tpot"), settings.pop("slo_share"))
+    return {"steering": steering, "slo": slo}

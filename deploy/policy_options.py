@@ -17,5 +17,5 @@ def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "admission": admission_options.take_policy(settings),
         "placement": placement_options.take_policy(settings),
-        "plan": planning_options.take_policy(settings),
+        **planning_options.take_policies(settings),
     }

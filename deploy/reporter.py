@@ -12,10 +12,12 @@ import grpc
 import grpc.aio
 
 from deploy.cache_feed import CacheFeed, CacheNews
+from deploy.step_feed import StepFeed
 from protos import workers_pb2, workers_pb2_grpc
 from protos.channel import open_channel
 from protos.credentials import Credentials
 from protos.errors import ServiceError, Unauthenticated, from_rpc_error, is_connection_failure
+from router.step_messages import steps_message
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class Reporter:
         hello: workers_pb2.WorkerHello,
         load: Callable[[], workers_pb2.WorkerLoad],
         feed: CacheFeed,
+        steps: StepFeed,
         credentials: Credentials | None = None,
         told: Callable[[Sequence[str]], None] = lambda addresses: None,
     ) -> None:
@@ -42,6 +45,7 @@ class Reporter:
         self._hello = hello
         self._load = load
         self._feed = feed
+        self._steps = steps
         self._credentials = credentials
         self._told = told
         self._is_away = False
@@ -49,7 +53,7 @@ class Reporter:
 
     async def run(self) -> None:
         """Raises the router's refusal (another model, another layout), which no retry would change."""
-        async with open_channel(self._router_address, self._credentials) as channel, _closed(self._feed):
+        async with open_channel(self._router_address, self._credentials) as channel, _closed(self._feed, self._steps):
             stub = workers_pb2_grpc.WorkersStub(channel)
             while True:
                 try:
@@ -82,6 +86,7 @@ class Reporter:
     async def _reports(self) -> AsyncIterator[workers_pb2.WorkerReport]:
         """What the router misses of the prefix cache goes out in small messages: tokens are streamed meanwhile."""
         self._feed.dump()
+        self._steps.begin()
         load = self._load()
         yield workers_pb2.WorkerReport(hello=self._hello, load=load)
         reported_at = time.monotonic()
@@ -90,16 +95,21 @@ class Reporter:
             current = self._load()
             if news is not None or current != load or time.monotonic() - reported_at > _AT_LEAST_EVERY_S:
                 load, reported_at = current, time.monotonic()
-                yield workers_pb2.WorkerReport(load=load, cache=None if news is None else _message(news))
+                yield workers_pb2.WorkerReport(
+                    load=load,
+                    cache=None if news is None else _message(news),
+                    steps=steps_message(steps) if (steps := self._steps.next()) else None,
+                )
             await asyncio.sleep(_LOOK_S if news is None else _PAUSE_S)
 
 
 @asynccontextmanager
-async def _closed(feed: CacheFeed) -> AsyncIterator[None]:
+async def _closed(*feeds: CacheFeed | StepFeed) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        feed.close()
+        for feed in feeds:
+            feed.close()
 
 
 def _message(news: CacheNews) -> workers_pb2.CacheChanges:

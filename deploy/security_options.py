@@ -49,6 +49,7 @@ _tls_option = click.option("--tls", "use_tls", is_flag=True, help="Speak TLS; an
 _insecure_help = {
     "serving": "Listen beyond this machine although TLS, secret or keys are missing.",
     "calling": "Send the API key without TLS.",
+    "page": "Serve the page beyond this machine, and pass API keys on, although TLS or the router's keys are missing.",
 }
 
 
@@ -90,6 +91,15 @@ def taken_from(settings: dict[str, Any], *, is_worker: bool = False) -> Security
     return Security(tls=tls, **taken)
 
 
+def as_page_arguments(security: Security) -> list[str]:
+    """For the dashboard as a child process, which is served and calls by the same certificate."""
+    arguments: list[str] = []
+    if tls := security.tls:
+        arguments += _given({"--tls-cert": tls.cert, "--tls-key": tls.key, "--tls-ca": tls.ca})
+        arguments += _given({"--tls-peer-name": tls.peer_name})
+    return arguments + ["--insecure"] * security.insecure
+
+
 def as_arguments(security: Security) -> list[str]:
     """For a child process, which has the same flags. Names of files: what is secret is in them."""
     arguments: list[str] = []
@@ -110,16 +120,27 @@ def of_callers(security: Security, *, asks_for_keys: bool) -> list[str]:
     return flags + ["--api-key-file", "FILE"] * asks_for_keys
 
 
+_calling_options = group_of(router_option, _tls_option, *_tls_options(envvar="PDSERVE_TLS_CA"))
+page_options = group_of(_calling_options, _insecure_option("page"))
+
+
+def tls_of_caller(settings: dict[str, Any]) -> TlsFiles | None:
+    """What the options of a caller have set of it, removed from the settings of a command. Raises TlsFilesUnusable."""
+    from protos.tls import TlsFiles
+
+    use_tls = settings.pop("use_tls")
+    return _tls(settings) or (TlsFiles() if use_tls else None)
+
+
 def router_access(command: F) -> F:
     """For a command that calls the router: --router, and a `connect` that shows the key there. Never a key as argument:
     every user of a machine sees those."""
 
     @functools.wraps(command)
-    def connected(*arguments: Any, api_key_file: Path | None, use_tls: bool, insecure: bool, **settings: Any) -> Any:
+    def connected(*arguments: Any, api_key_file: Path | None, insecure: bool, **settings: Any) -> Any:
         from protos.client import PdserveClient
-        from protos.tls import TlsFiles
 
-        tls = _tls(settings) or (TlsFiles() if use_tls else None)
+        tls = tls_of_caller(settings)
         connect = functools.partial(PdserveClient, api_key=_api_key(api_key_file), tls=tls, insecure=insecure)
         return command(*arguments, connect=connect, **settings)
 
@@ -130,14 +151,7 @@ def router_access(command: F) -> F:
         envvar="PDSERVE_API_KEY_FILE",
         help=f"Holds the API key to show.  [default: the key in {KEY_VARIABLE}, if any]",
     )
-    options = (
-        router_option,
-        key_option,
-        _tls_option,
-        *_tls_options(envvar="PDSERVE_TLS_CA"),
-        _insecure_option("calling"),
-    )
-    return cast("F", group_of(*options)(connected))
+    return cast("F", group_of(_calling_options, key_option, _insecure_option("calling"))(connected))
 
 
 def _api_key(path: Path | None) -> str:

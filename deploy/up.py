@@ -11,9 +11,11 @@ from rich.console import Console
 
 from deploy import options, router_options, security_options
 from deploy.local import ClusterConfig, LocalCluster
+from deploy.local_page import PageConfig
 from deploy.progress import ConsoleProgress
 from deploy.signals import ended_by_signals
 from protos.client import PdserveClient
+from protos.security import Security
 
 
 def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> ClusterConfig:
@@ -32,6 +34,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         host=settings["host"],
         port=settings["port"],
         http_port=settings["http_port"],
+        page=_page(settings["dashboard_port"], security),
         num_threads=settings["num_threads"],
         router_arguments=[
             *router_options.of_router(context),
@@ -46,6 +49,12 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         connect=partial(PdserveClient, tls=security.tls, secret=security.secret(), insecure=security.insecure),
         stop_grace_s=settings["drain_s"] + 10,
     )
+
+
+def _page(port: int | None, security: Security) -> PageConfig | None:
+    if port is None:
+        return None
+    return PageConfig(port, security_options.as_page_arguments(security), is_encrypted=security.tls is not None)
 
 
 async def run_up(config: ClusterConfig, console: Console) -> None:
@@ -79,8 +88,17 @@ def how_to_call(cluster: LocalCluster) -> str:
   pdserve chat{router}
   pdserve generate "Once upon a time"{router}
   pdserve status{router}
-{_how_to_curl(cluster.http_address)}
+{_how_to_watch(cluster)}{_how_to_curl(cluster.http_address)}
 Ctrl-C stops it. What the processes say is in {cluster.log_folder}.
+"""
+
+
+def _how_to_watch(cluster: LocalCluster) -> str:
+    """Nothing without a dashboard."""
+    if cluster.page is None:
+        return ""
+    return f"""
+The dashboard, on which pools are watched and tuned: {cluster.page.url}
 """
 
 

@@ -13,14 +13,20 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from decode.draft_planner import DraftPlanner
 from decode.service import DecodeService
 from deploy import worker_metrics
 from deploy.cache_feed import CacheFeed
+from deploy.calibration import calibration
 from deploy.drafting import draft_planner
+from deploy.expert_shares import ExpertShares
 from deploy.fault_seams import FaultySeams, Seams
+from deploy.hardware_name import hardware_name
+from deploy.inside import InsideService
 from deploy.registrations import Registrations, Told
 from deploy.reporter import Reporter
 from deploy.runners import load_runner, max_context_tokens, warm_up
+from deploy.step_feed import StepFeed
 from deploy.step_meter import StepMeter
 from deploy.verification import verification
 from deploy.wire import packing_for, unpacking_for
@@ -36,17 +42,19 @@ from model.block_sums import BlockSums
 from model.cache_folder import default_cache
 from model.checkpoint import tokenizer_digest
 from model.config import ModelConfig
-from model.engine import Engine
+from model.engine import Engine, Scheduler
 from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.runner import Chunk, ModelRunner, StepOutput
 from model.tokenizer import Tokenizer
 from prefill.service import PrefillService
-from protos import workers_pb2
+from protos import insights_pb2_grpc, workers_pb2
 from protos.errors import ServiceError
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.status_values import ROLES
+from router.measured_steps import Steps
+from router.step_messages import steps_message
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +72,7 @@ async def serve_worker(config: WorkerConfig) -> None:
     runner = await asyncio.to_thread(load_runner, config, folder)
     logger.info("warming up")
     await asyncio.to_thread(warm_up, runner, _WARM_UP_TOKENS)
-    worker = Worker(config, folder, runner)
+    worker = Worker(config, folder, runner, await asyncio.to_thread(calibration, config, folder, runner))
     gc.collect()  # what loading left behind; what is here now stays, and the collector need not look at it again:
     gc.freeze()  # it would stop every stream for a tenth of a second, to find nothing
     try:
@@ -76,13 +84,14 @@ async def serve_worker(config: WorkerConfig) -> None:
 class Worker:
     """Made on the event loop. Owns every task and thread of the process."""
 
-    def __init__(self, config: WorkerConfig, folder: Path, runner: ModelRunner) -> None:
+    def __init__(self, config: WorkerConfig, folder: Path, runner: ModelRunner, calibrated: Sequence[Steps]) -> None:
         self._config = config
+        self._calibrated = calibrated
         self._runner = runner
         self._epoch = secrets.token_hex(8)
         self._worker_id = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self._is_draining = False
-        self._meter = StepMeter()
+        self._meter, self._experts = StepMeter(), ExpertShares()
         self._pool = BlockPool(runner.num_blocks)
         secret = config.security.secret()
         self._credentials = config.security.credentials(secret)
@@ -109,6 +118,7 @@ class Worker:
             wake=self._wake,
             grammars=grammars,
         )
+        planner = draft_planner(config, runner, model, self._max_context_tokens)
         self._decode = DecodeService(
             pool=self._pool,
             description=self._description(),
@@ -119,23 +129,25 @@ class Worker:
             max_running=config.max_running,
             lease_s=config.lease_s,
             wake=self._wake,
-            planner=draft_planner(config, runner, model, self._max_context_tokens),
+            planner=planner,
             prompts_wait=lambda: self._prefill.scheduler.can_run,
             verification=verification(config.verify_kv, sums, runner.layout, runner.num_blocks),
             unpacking=self._unpacking,
             grammars=grammars,
         )
-        self._engine = Engine(
-            runner,
-            [self._decode.scheduler, self._prefill.scheduler],
-            max_step_tokens=config.max_step_tokens,
-            observe=self._observe,
-        )
+        schedulers: list[Scheduler] = [self._decode.scheduler, self._prefill.scheduler]
+        self._engine = Engine(runner, schedulers, max_step_tokens=config.max_step_tokens, observe=self._observe)
         self._pool.on_release = self._wake
-        tls, guard = config.security.tls, Guard(secret)
-        self._server = GrpcServer(config.host, config.port, tls=tls, guard=guard, limits=LIMITS)
-        seams.serve(self._server, self._prefill, self._decode)
+        self._server = self._server_with(Guard(secret), seams, planner)
         self._tokenizer_digest = tokenizer_digest(folder)
+
+    def _server_with(self, guard: Guard, seams: Seams, planner: DraftPlanner) -> GrpcServer:
+        config = self._config
+        server = GrpcServer(config.host, config.port, tls=config.security.tls, guard=guard, limits=LIMITS)
+        seams.serve(server, self._prefill, self._decode)
+        inside = InsideService(self._worker_id, planner, self._experts, self._sender, self._decode.receiver)
+        server.add(insights_pb2_grpc.add_InsideServicer_to_server, inside)
+        return server
 
     def _sender_of(self, span: CacheSpan, sums: BlockSums, seams: Seams) -> Sender:
         return Sender(
@@ -157,7 +169,8 @@ class Worker:
             hello = self._hello(metrics_address)
 
             def reporter(address: str, told: Told) -> Reporter:
-                return Reporter(address, hello, self._load, CacheFeed(self._pool), self._credentials, told)
+                cache, steps = CacheFeed(self._pool), StepFeed(self._meter)
+                return Reporter(address, hello, self._load, cache, steps, self._credentials, told)
 
             registrations = Registrations(self._config.router_address.split(","), reporter)
             async with asyncio.TaskGroup() as tasks:
@@ -189,6 +202,7 @@ class Worker:
     def _observe(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         self._meter.observe(chunks, output)
         worker_metrics.observe_step(chunks, output)
+        self._experts.add(output.expert_load)
 
     def _watch(self, stack: AsyncExitStack) -> str:
         """Exports metrics and serves them; returns where."""
@@ -237,6 +251,9 @@ class Worker:
             metrics_address=metrics_address,
             max_context_tokens=self._max_context_tokens,
             max_running=self._config.max_running,
+            max_step_tokens=self._config.max_step_tokens,
+            hardware=hardware_name(self._runner),
+            calibration=steps_message(self._calibrated),
         )
 
     def _load(self) -> workers_pb2.WorkerLoad:

@@ -44,6 +44,7 @@ class WorkerConfig:
     drain_s: float
     verify_kv: str
     wire_kv: str
+    calibrate: str
     timing: Path | None
     drafter: str
     draft_model: str | None

@@ -23,6 +23,10 @@ class Leases:
         """Blocks of attempts that are over, which a sender may still be writing."""
         return sum(lease.num_received_blocks for lease in self.all() if lease.ended_at is not None)
 
+    def num_open(self) -> int:
+        """Whose attempt goes on."""
+        return sum(lease.ended_at is None for lease in self.all())
+
     def oldest_end(self) -> float | None:
         """When the attempt ended that has waited longest for its blocks to be free."""
         return min((lease.ended_at for lease in self.all() if lease.ended_at is not None), default=None)

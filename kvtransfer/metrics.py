@@ -1,9 +1,10 @@
-"""What Prometheus sees of hand-overs."""
+"""What Prometheus sees of hand-overs, and what people see of the last ones."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from kvtransfer.lately import RecentRate, RecentTimes
 from kvtransfer.ticket import AS_IS
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -48,3 +49,22 @@ REJECTED = Counter(
 CHECKED_BYTES = Counter("pdserve_kvtransfer_checked_bytes", "KV bytes whose checksums were compared.")
 CHECK_SECONDS = Counter("pdserve_kvtransfer_check_seconds", "Time that took.")
 PEERS = Gauge("pdserve_kvtransfer_peers", "Decode workers this worker is connected to.")
+
+RECEIVED_LATELY, EXPOSED_LATELY = RecentRate(), RecentTimes()
+
+
+def observe_received(coding: str, num_bytes: int) -> None:
+    RECEIVED_BYTES.labels(coding).inc(num_bytes)
+    RECEIVED_LATELY.add(num_bytes)
+
+
+def observe_exposed(seconds: float) -> None:
+    EXPOSED_SECONDS.observe(seconds)
+    EXPOSED_LATELY.add(seconds)
+
+
+def total(counter: Counter, **labels: str) -> int:
+    """Of all that has these labels, so far."""
+    samples = (sample for family in counter.collect() for sample in family.samples)
+    counts = (each.value for each in samples if each.name.endswith("_total") and labels.items() <= each.labels.items())
+    return round(sum(counts))

@@ -129,7 +129,7 @@ class Outgoing:
             self._error = None  # a heartbeat may have crossed the commit
             metrics.HANDOVERS.labels("ok").inc()
             self._finish()
-        metrics.EXPOSED_SECONDS.observe(time.perf_counter() - started)
+        metrics.observe_exposed(time.perf_counter() - started)
         return SendStats(num_tokens - self.num_cached_tokens, self._stream.sent_bytes)
 
     async def abort(self, reason: str) -> None:

@@ -80,7 +80,7 @@ class Receiver:
             grace_s=self._options.quarantine_grace_s,
             retry_after_s=self._options.retry_after_s,
         )
-        self._leases = Leases()
+        self.leases = Leases()
         self._streams: dict[str, int] = {}  # Attach streams by sender epoch
         self._ended = EndedAttempts(self._options.num_remembered_attempts)
 
@@ -92,17 +92,17 @@ class Receiver:
     @property
     def num_reserved_blocks(self) -> int:
         """Blocks that a live ticket lets a sender write."""
-        return self._leases.num_reserved_blocks()
+        return self.leases.num_reserved_blocks()
 
     @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended tickets that a sender may still be writing."""
-        return self._leases.num_quarantined_blocks()
+        return self.leases.num_quarantined_blocks()
 
     @property
     def oldest_quarantine_s(self) -> float:
         """Age of the oldest quarantine; 0 if there is none."""
-        oldest = self._leases.oldest_end()
+        oldest = self.leases.oldest_end()
         return 0.0 if oldest is None else self._clock() - oldest
 
     def sender_attached(self, sender_epoch: str) -> None:
@@ -148,7 +148,7 @@ class Receiver:
         return self._hand_over(record)
 
     def _accept(self, record: HandoverRecord) -> Lease:
-        lease = self._judged(self._leases.find(record.ticket_id))
+        lease = self._judged(self.leases.find(record.ticket_id))
         if lease is None:
             self._step(Event.RECORD, None)
             raise UnknownTicket(f"no ticket {record.ticket_id!r} is held here")
@@ -166,12 +166,12 @@ class Receiver:
 
     def _doubt(self, record: HandoverRecord, error: CorruptBlocks) -> None:
         metrics.REJECTED.labels("content").inc()
-        lease = self._leases.find(record.ticket_id)
+        lease = self.leases.find(record.ticket_id)
         if lease is not None and lease.state is State.CHECKING:
             self._step(Event.CORRUPT, lease, error)
 
     def _hand_over(self, record: HandoverRecord) -> ReceivedSequence:
-        lease = self._leases.find(record.ticket_id)
+        lease = self.leases.find(record.ticket_id)
         if lease is None or lease.state is not State.CHECKING:
             self._ended.check(record.attempt_id)
             raise UnknownTicket(f"ticket {record.ticket_id!r} ended while its record was checked")
@@ -181,7 +181,7 @@ class Receiver:
     def abort(self, attempt_id: str, reason: str) -> None:
         """Our side has given this attempt up: a ticket of it ends, a later reserve is refused. Idempotent."""
         error = AttemptEnded(f"attempt {attempt_id!r} was aborted: {reason}")
-        self._step(Event.ABORT, self._judged(self._leases.of_attempt(attempt_id)), error, attempt_id)
+        self._step(Event.ABORT, self._judged(self.leases.of_attempt(attempt_id)), error, attempt_id)
 
     def release(self, ticket_id: str, sender_epoch: str, reason: str = "", *, mac: bytes) -> None:
         """The sender has stopped writing for good: the blocks are free at once. Unknown tickets are ignored."""
@@ -228,7 +228,7 @@ class Receiver:
 
     def expire(self) -> None:
         """Judges every lease by the clock: lapsed ones are quarantined, quarantines past their grace are freed."""
-        for lease in self._leases.all():
+        for lease in self.leases.all():
             self._judged(lease)
         metrics.OLDEST_QUARANTINE.set(self.oldest_quarantine_s)
 
@@ -243,16 +243,16 @@ class Receiver:
         if reservation.sender.epoch not in self._streams:
             raise SenderNotAttached(f"prefill worker {reservation.sender.worker_id!r} has no Attach stream here")
         self._ended.check(reservation.attempt_id)
-        if self._leases.of_attempt(reservation.attempt_id) is not None:
+        if self.leases.of_attempt(reservation.attempt_id) is not None:
             raise DuplicateAttempt(f"attempt {reservation.attempt_id!r} has a ticket already", field="attempt_id")
 
     def _of_sender(self, ticket_id: str, sender_epoch: str) -> Lease | None:
         """Another sender's ticket is as unknown as none."""
-        lease = self._leases.find(ticket_id)
+        lease = self.leases.find(ticket_id)
         return self._judged(lease) if lease is not None and lease.reservation.sender.epoch == sender_epoch else None
 
     def _all_of_sender(self, sender_epoch: str) -> list[Lease]:
-        leases = map(self._judged, self._leases.of_sender(sender_epoch))
+        leases = map(self._judged, self.leases.of_sender(sender_epoch))
         return [lease for lease in leases if lease is not None]
 
     def _judged(self, lease: Lease | None) -> Lease | None:
@@ -264,7 +264,7 @@ class Receiver:
             metrics.LEASES_EXPIRED.inc()
             error = LeaseExpired(f"ticket {lease.ticket.ticket_id} was not renewed in {lease.ticket.lease_s} s")
         self._step(event, lease, error)
-        return self._leases.find(lease.ticket.ticket_id)
+        return self.leases.find(lease.ticket.ticket_id)
 
     def _step(
         self, event: Event, lease: Lease | None, error: ServiceError | None = None, attempt_id: str = ""
@@ -274,7 +274,7 @@ class Receiver:
         if lease is not None:
             attempt_id = lease.reservation.attempt_id
             after = lease.after(event, self._clock(), error)
-            self._leases.put(after)
+            self.leases.put(after)
             if after.state not in (State.LIVE, State.CHECKING):
                 self._contents.drop(after.ticket.ticket_id)
             if {Effect.HOLD, Effect.HAND_OVER, Effect.END} & set(effects):
@@ -285,7 +285,7 @@ class Receiver:
             elif lease is not None and effect is Effect.HAND_OVER:
                 for block_id, block_hash in lease.filled_blocks:
                     self._pool.publish(block_id, block_hash)
-                metrics.RECEIVED_BYTES.labels(lease.ticket.coding).inc(ticket_bytes(self._layout, lease.ticket))
+                metrics.observe_received(lease.ticket.coding, ticket_bytes(self._layout, lease.ticket))
                 self._ended.add(attempt_id, DuplicateAttempt(f"attempt {attempt_id!r} was committed before"))
             elif error is not None and effect is Effect.END:
                 logger.info("attempt %s: %s", attempt_id, error)

@@ -10,15 +10,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_HALF_LIFE_S = 30.0
+from kvtransfer.lately import HALF_LIFE_S, rate_of
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """Sums in which what was counted `_HALF_LIFE_S` ago is worth half."""
+    """Sums in which what was counted `HALF_LIFE_S` ago is worth half."""
 
     num_bytes: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of all time, that in which nothing was under way among it."""
+        return rate_of(self.num_bytes)
 
 
 @dataclass(slots=True)
@@ -66,5 +71,5 @@ class TransferMeter:
 
     def _as_of(self, now: float) -> Transferred:
         at, sums = self._counted
-        weight = 0.5 ** ((now - at) / _HALF_LIFE_S)
+        weight = 0.5 ** ((now - at) / HALF_LIFE_S)
         return Transferred(sums.num_bytes * weight, sums.seconds * weight)

@@ -108,6 +108,10 @@ class TimedRunner(NoDrafting):
         return self._num_blocks
 
     @property
+    def timing(self) -> StepTiming:
+        return self._timing
+
+    @property
     def kernels(self) -> str:
         return "timed"
 

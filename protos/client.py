@@ -8,10 +8,11 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from protos import inference_pb2, plans_pb2, workers_pb2
+from protos import inference_pb2, insights_pb2, plans_pb2, workers_pb2
 from protos.credentials import Credentials
 from protos.direct import Direct
 from protos.errors import InvalidArgument
+from protos.insight_values import RequestSummary, Traffic, WorkerInsights
 from protos.plan_values import MODES, Plan
 from protos.resuming import Asked, Resuming, generated
 from protos.routers import Routers
@@ -221,6 +222,36 @@ class PdserveClient:
             )
         return Plan.from_message(
             await self._routers.ask(lambda router: router.plans.SetPlan(request, timeout=deadline_s))
+        )
+
+    async def get_traffic(self, window_s: float | None = None, *, deadline_s: float | None = None) -> Traffic:
+        """How requests have fared at this router lately. `window_s`: 10 to 3,600, 60 by default."""
+        with _readable("window_s: ", "window_s"):
+            request = insights_pb2.GetTrafficRequest(window_s=window_s)
+        return Traffic.from_message(
+            await self._routers.ask(lambda router: router.insights.GetTraffic(request, timeout=deadline_s))
+        )
+
+    async def list_requests(
+        self,
+        limit: int | None = None,
+        *,
+        slowest: bool = False,
+        running_only: bool = False,
+        deadline_s: float | None = None,
+    ) -> list[RequestSummary]:
+        """Those that this router serves or has answered lately, newest or slowest first. `limit`: 1 to 500, 50 by
+        default."""
+        order = insights_pb2.REQUEST_ORDER_SLOWEST if slowest else insights_pb2.REQUEST_ORDER_NEWEST
+        with _readable("limit: ", "limit"):
+            request = insights_pb2.ListRequestsRequest(limit=limit, order=order, running_only=running_only)
+        response = await self._routers.ask(lambda router: router.insights.ListRequests(request, timeout=deadline_s))
+        return list(map(RequestSummary.from_message, response.requests))
+
+    async def get_worker_insights(self, worker_id: str, *, deadline_s: float | None = None) -> WorkerInsights:
+        request = insights_pb2.GetWorkerInsightsRequest(worker_id=worker_id)
+        return WorkerInsights.from_message(
+            await self._routers.ask(lambda router: router.insights.GetWorkerInsights(request, timeout=deadline_s))
         )
 
 

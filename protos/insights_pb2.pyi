@@ -42,6 +42,8 @@ Global___RequestOrder: _TypeAlias = RequestOrder  # noqa: Y015
 
 @_typing.final
 class Percentiles(_message.Message):
+    """Of times, in seconds; within 1 % of the exact ones, by nearest rank."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     COUNT_FIELD_NUMBER: _builtins.int
@@ -133,6 +135,8 @@ Global___TrafficSlice: _TypeAlias = TrafficSlice  # noqa: Y015
 
 @_typing.final
 class Traffic(_message.Message):
+    """Tokens are those of answers that ended within the window."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WINDOW_S_FIELD_NUMBER: _builtins.int
@@ -147,6 +151,7 @@ class Traffic(_message.Message):
     NUM_REFUSED_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
+    """that it covers: at least what was asked for, unless the router is younger"""
     requests_per_s: _builtins.float
     prompt_tokens_per_s: _builtins.float
     output_tokens_per_s: _builtins.float
@@ -162,7 +167,7 @@ class Traffic(_message.Message):
     def tpot_s(self) -> Global___Percentiles: ...
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficSlice]:
-        """oldest first, at most 60"""
+        """oldest first, at most 60: whole ones, of 1, 10 or 60 s by the window"""
 
     def __init__(
         self,
@@ -351,8 +356,9 @@ class DraftInsights(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     tokens_per_step: _builtins.float
+    """for any counts with the first source"""
     speedup: _builtins.float
-    """measured, against the forecast plain step; 0: not known"""
+    """measured where no other source drafted, against the forecast plain step; 0: not known"""
     drafted_tokens: _builtins.int
     accepted_tokens: _builtins.int
     @_builtins.property
@@ -361,7 +367,7 @@ class DraftInsights(_message.Message):
 
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """steps by how many tokens each sequence drafted: 0, 1, 2, ..."""
+        """steps by how many tokens each sequence drafted: 0, 1, 2, ... Who was not asked"""
 
     def __init__(
         self,
@@ -477,7 +483,7 @@ class WorkerInsights(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     draft_reason: _builtins.str
-    """why so many tokens are drafted now"""
+    """why so many tokens are drafted now; empty where nothing drafts"""
     uptime_s: _builtins.float
     @_builtins.property
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftInsights]:

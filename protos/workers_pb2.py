@@ -26,49 +26,55 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from protos import decode_pb2 as protos_dot_decode__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/workers.proto\x12\npdserve.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13protos/decode.proto\"\xd7\x02\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1e\n\x04role\x18\x04 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x11\n\tflippable\x18\x05 \x01(\x08\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12$\n\x06layout\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x12\n\nnum_blocks\x18\t \x01(\x03\x12\x0e\n\x06runner\x18\n \x01(\t\x12\x0f\n\x07kernels\x18\x0b \x01(\t\x12\x17\n\x0fmetrics_address\x18\x0c \x01(\t\x12\x1a\n\x12max_context_tokens\x18\r \x01(\x03\x12\x0f\n\x07\x64rafter\x18\x0e \x01(\t\x12\x13\n\x0bmax_running\x18\x0f \x01(\x03\"\x8c\x03\n\nWorkerLoad\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\x12\x1d\n\x15queued_prefill_tokens\x18\x02 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x03\x12\x13\n\x0bnum_running\x18\x04 \x01(\x03\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x03\x12\x17\n\x0fnum_used_blocks\x18\x06 \x01(\x03\x12\x1e\n\x16num_quarantined_blocks\x18\x07 \x01(\x03\x12\x1c\n\x14prefill_tokens_per_s\x18\x08 \x01(\x01\x12\x15\n\rdecode_step_s\x18\t \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_batch\x18\n \x01(\x01\x12\x17\n\x0ftokens_per_step\x18\x0b \x01(\x01\x12\x15\n\rprefill_age_s\x18\x0c \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_age_s\x18\r \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x0e \x01(\x01\x12\x12\n\ntransfer_s\x18\x0f \x01(\x01\"g\n\x0c\x43\x61\x63heChanges\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x13\n\x0b\x62\x65gins_dump\x18\x04 \x01(\x08\x12\x11\n\tends_dump\x18\x05 \x01(\x08\"\x85\x01\n\x0cWorkerReport\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.WorkerHello\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.CacheChanges\"j\n\rRouterCommand\x12\'\n\x08set_role\x18\x01 \x01(\x0e\x32\x10.pdserve.v1.RoleH\x00\x88\x01\x01\x12\x12\n\ndump_cache\x18\x02 \x01(\x08\x12\x0f\n\x07routers\x18\x03 \x03(\tB\x0b\n\t_set_role\"\xde\x01\n\x0cWorkerStatus\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.WorkerHello\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x16\n\x0ereported_ago_s\x18\x04 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x05 \x01(\x03\x12\x1d\n\x10num_known_blocks\x18\x06 \x01(\x03H\x00\x88\x01\x01\x42\x13\n\x11_num_known_blocks\"\x12\n\x10GetStatusRequest\"\xc2\x01\n\x06Status\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x1e\n\x16num_requests_in_flight\x18\x02 \x01(\x03\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14num_requests_waiting\x18\x07 \x01(\x03\"C\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\"\x11\n\x0fSetRoleResponse\"9\n\x12SetDrainingRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\x15\n\x13SetDrainingResponse\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_limit\"@\n\x15ListDecisionsResponse\x12\'\n\tdecisions\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.Decision\"\xe8\x01\n\x08\x44\x65\x63ision\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0b\n\x03key\x18\x05 \x01(\t\x12\x0e\n\x06router\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0c\n\x04gain\x18\x08 \x01(\x01\x12\x13\n\x0bnum_prefill\x18\t \x01(\x05\x12\x12\n\nnum_decode\x18\n \x01(\x05\x12\x0e\n\x06took_s\x18\x0b \x01(\x01\x12\x11\n\tnum_moved\x18\x0c \x01(\x03*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x17\n\x13WORKER_STATE_SILENT\x10\x04\x32N\n\x07Workers\x12\x43\n\x08Register\x12\x18.pdserve.v1.WorkerReport\x1a\x19.pdserve.v1.RouterCommand(\x01\x30\x01\x32\xb0\x02\n\x05Pools\x12=\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x12.pdserve.v1.Status\x12\x42\n\x07SetRole\x12\x1a.pdserve.v1.SetRoleRequest\x1a\x1b.pdserve.v1.SetRoleResponse\x12N\n\x0bSetDraining\x12\x1e.pdserve.v1.SetDrainingRequest\x1a\x1f.pdserve.v1.SetDrainingResponse\x12T\n\rListDecisions\x12 .pdserve.v1.ListDecisionsRequest\x1a!.pdserve.v1.ListDecisionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/workers.proto\x12\npdserve.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13protos/decode.proto\"\xb0\x03\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1e\n\x04role\x18\x04 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x11\n\tflippable\x18\x05 \x01(\x08\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12$\n\x06layout\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x12\n\nnum_blocks\x18\t \x01(\x03\x12\x0e\n\x06runner\x18\n \x01(\t\x12\x0f\n\x07kernels\x18\x0b \x01(\t\x12\x17\n\x0fmetrics_address\x18\x0c \x01(\t\x12\x1a\n\x12max_context_tokens\x18\r \x01(\x03\x12\x0f\n\x07\x64rafter\x18\x0e \x01(\t\x12\x13\n\x0bmax_running\x18\x0f \x01(\x03\x12\x10\n\x08hardware\x18\x10 \x01(\t\x12,\n\x0b\x63\x61libration\x18\x11 \x01(\x0b\x32\x17.pdserve.v1.StepsReport\x12\x17\n\x0fmax_step_tokens\x18\x12 \x01(\x03\"E\n\x0cPrefillSteps\x12\x12\n\nnum_tokens\x18\x01 \x01(\x01\x12\x11\n\tnum_pairs\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"i\n\x0b\x44\x65\x63odeSteps\x12\x15\n\rnum_sequences\x18\x01 \x01(\x01\x12\x1a\n\x12num_context_tokens\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\x12\x17\n\x0ftokens_per_step\x18\x04 \x01(\x01\"a\n\x0bStepsReport\x12)\n\x07prefill\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.PrefillSteps\x12\'\n\x06\x64\x65\x63ode\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.DecodeSteps\"\x8c\x03\n\nWorkerLoad\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\x12\x1d\n\x15queued_prefill_tokens\x18\x02 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x03\x12\x13\n\x0bnum_running\x18\x04 \x01(\x03\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x03\x12\x17\n\x0fnum_used_blocks\x18\x06 \x01(\x03\x12\x1e\n\x16num_quarantined_blocks\x18\x07 \x01(\x03\x12\x1c\n\x14prefill_tokens_per_s\x18\x08 \x01(\x01\x12\x15\n\rdecode_step_s\x18\t \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_batch\x18\n \x01(\x01\x12\x17\n\x0ftokens_per_step\x18\x0b \x01(\x01\x12\x15\n\rprefill_age_s\x18\x0c \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_age_s\x18\r \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x0e \x01(\x01\x12\x12\n\ntransfer_s\x18\x0f \x01(\x01\"g\n\x0c\x43\x61\x63heChanges\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x13\n\x0b\x62\x65gins_dump\x18\x04 \x01(\x08\x12\x11\n\tends_dump\x18\x05 \x01(\x08\"\xad\x01\n\x0cWorkerReport\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.WorkerHello\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.CacheChanges\x12&\n\x05steps\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.StepsReport\"j\n\rRouterCommand\x12\'\n\x08set_role\x18\x01 \x01(\x0e\x32\x10.pdserve.v1.RoleH\x00\x88\x01\x01\x12\x12\n\ndump_cache\x18\x02 \x01(\x08\x12\x0f\n\x07routers\x18\x03 \x03(\tB\x0b\n\t_set_role\"\xde\x01\n\x0cWorkerStatus\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.WorkerHello\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x16\n\x0ereported_ago_s\x18\x04 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x05 \x01(\x03\x12\x1d\n\x10num_known_blocks\x18\x06 \x01(\x03H\x00\x88\x01\x01\x42\x13\n\x11_num_known_blocks\"\x12\n\x10GetStatusRequest\"\xc2\x01\n\x06Status\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x1e\n\x16num_requests_in_flight\x18\x02 \x01(\x03\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14num_requests_waiting\x18\x07 \x01(\x03\"C\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\"\x11\n\x0fSetRoleResponse\"9\n\x12SetDrainingRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\x15\n\x13SetDrainingResponse\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_limit\"@\n\x15ListDecisionsResponse\x12\'\n\tdecisions\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.Decision\"\xe8\x01\n\x08\x44\x65\x63ision\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0b\n\x03key\x18\x05 \x01(\t\x12\x0e\n\x06router\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0c\n\x04gain\x18\x08 \x01(\x01\x12\x13\n\x0bnum_prefill\x18\t \x01(\x05\x12\x12\n\nnum_decode\x18\n \x01(\x05\x12\x0e\n\x06took_s\x18\x0b \x01(\x01\x12\x11\n\tnum_moved\x18\x0c \x01(\x03*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x17\n\x13WORKER_STATE_SILENT\x10\x04\x32N\n\x07Workers\x12\x43\n\x08Register\x12\x18.pdserve.v1.WorkerReport\x1a\x19.pdserve.v1.RouterCommand(\x01\x30\x01\x32\xb0\x02\n\x05Pools\x12=\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x12.pdserve.v1.Status\x12\x42\n\x07SetRole\x12\x1a.pdserve.v1.SetRoleRequest\x1a\x1b.pdserve.v1.SetRoleResponse\x12N\n\x0bSetDraining\x12\x1e.pdserve.v1.SetDrainingRequest\x1a\x1f.pdserve.v1.SetDrainingResponse\x12T\n\rListDecisions\x12 .pdserve.v1.ListDecisionsRequest\x1a!.pdserve.v1.ListDecisionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.workers_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2151
-  _globals['_ROLE']._serialized_end=2229
-  _globals['_WORKERSTATE']._serialized_start=2232
-  _globals['_WORKERSTATE']._serialized_end=2374
+  _globals['_ROLE']._serialized_start=2557
+  _globals['_ROLE']._serialized_end=2635
+  _globals['_WORKERSTATE']._serialized_start=2638
+  _globals['_WORKERSTATE']._serialized_end=2780
   _globals['_WORKERHELLO']._serialized_start=91
-  _globals['_WORKERHELLO']._serialized_end=434
-  _globals['_WORKERLOAD']._serialized_start=437
-  _globals['_WORKERLOAD']._serialized_end=833
-  _globals['_CACHECHANGES']._serialized_start=835
-  _globals['_CACHECHANGES']._serialized_end=938
-  _globals['_WORKERREPORT']._serialized_start=941
-  _globals['_WORKERREPORT']._serialized_end=1074
-  _globals['_ROUTERCOMMAND']._serialized_start=1076
-  _globals['_ROUTERCOMMAND']._serialized_end=1182
-  _globals['_WORKERSTATUS']._serialized_start=1185
-  _globals['_WORKERSTATUS']._serialized_end=1407
-  _globals['_GETSTATUSREQUEST']._serialized_start=1409
-  _globals['_GETSTATUSREQUEST']._serialized_end=1427
-  _globals['_STATUS']._serialized_start=1430
-  _globals['_STATUS']._serialized_end=1624
-  _globals['_SETROLEREQUEST']._serialized_start=1626
-  _globals['_SETROLEREQUEST']._serialized_end=1693
-  _globals['_SETROLERESPONSE']._serialized_start=1695
-  _globals['_SETROLERESPONSE']._serialized_end=1712
-  _globals['_SETDRAININGREQUEST']._serialized_start=1714
-  _globals['_SETDRAININGREQUEST']._serialized_end=1771
-  _globals['_SETDRAININGRESPONSE']._serialized_start=1773
-  _globals['_SETDRAININGRESPONSE']._serialized_end=1794
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=1796
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=1848
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=1850
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=1914
-  _globals['_DECISION']._serialized_start=1917
-  _globals['_DECISION']._serialized_end=2149
-  _globals['_WORKERS']._serialized_start=2376
-  _globals['_WORKERS']._serialized_end=2454
-  _globals['_POOLS']._serialized_start=2457
-  _globals['_POOLS']._serialized_end=2761
+  _globals['_WORKERHELLO']._serialized_end=523
+  _globals['_PREFILLSTEPS']._serialized_start=525
+  _globals['_PREFILLSTEPS']._serialized_end=594
+  _globals['_DECODESTEPS']._serialized_start=596
+  _globals['_DECODESTEPS']._serialized_end=701
+  _globals['_STEPSREPORT']._serialized_start=703
+  _globals['_STEPSREPORT']._serialized_end=800
+  _globals['_WORKERLOAD']._serialized_start=803
+  _globals['_WORKERLOAD']._serialized_end=1199
+  _globals['_CACHECHANGES']._serialized_start=1201
+  _globals['_CACHECHANGES']._serialized_end=1304
+  _globals['_WORKERREPORT']._serialized_start=1307
+  _globals['_WORKERREPORT']._serialized_end=1480
+  _globals['_ROUTERCOMMAND']._serialized_start=1482
+  _globals['_ROUTERCOMMAND']._serialized_end=1588
+  _globals['_WORKERSTATUS']._serialized_start=1591
+  _globals['_WORKERSTATUS']._serialized_end=1813
+  _globals['_GETSTATUSREQUEST']._serialized_start=1815
+  _globals['_GETSTATUSREQUEST']._serialized_end=1833
+  _globals['_STATUS']._serialized_start=1836
+  _globals['_STATUS']._serialized_end=2030
+  _globals['_SETROLEREQUEST']._serialized_start=2032
+  _globals['_SETROLEREQUEST']._serialized_end=2099
+  _globals['_SETROLERESPONSE']._serialized_start=2101
+  _globals['_SETROLERESPONSE']._serialized_end=2118
+  _globals['_SETDRAININGREQUEST']._serialized_start=2120
+  _globals['_SETDRAININGREQUEST']._serialized_end=2177
+  _globals['_SETDRAININGRESPONSE']._serialized_start=2179
+  _globals['_SETDRAININGRESPONSE']._serialized_end=2200
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=2202
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=2254
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=2256
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=2320
+  _globals['_DECISION']._serialized_start=2323
+  _globals['_DECISION']._serialized_end=2555
+  _globals['_WORKERS']._serialized_start=2782
+  _globals['_WORKERS']._serialized_end=2860
+  _globals['_POOLS']._serialized_start=2863
+  _globals['_POOLS']._serialized_end=3167
 # @@protoc_insertion_point(module_scope)

@@ -86,6 +86,9 @@ class WorkerHello(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    HARDWARE_FIELD_NUMBER: _builtins.int
+    CALIBRATION_FIELD_NUMBER: _builtins.int
+    MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.str
     """new at each process start"""
@@ -109,8 +112,16 @@ class WorkerHello(_message.Message):
     """what drafts here, none if nothing does: for people"""
     max_running: _builtins.int
     """sequences that decode at once; 0: not said"""
+    hardware: _builtins.str
+    """what it computes with; workers that say the same are taken to be equally fast"""
+    max_step_tokens: _builtins.int
+    """computed in one step, at most; 0: not said"""
     @_builtins.property
     def layout(self) -> _decode_pb2.KVLayout: ...
+    @_builtins.property
+    def calibration(self) -> Global___StepsReport:
+        """steps that it has measured before it registered"""
+
     def __init__(
         self,
         *,
@@ -129,14 +140,108 @@ class WorkerHello(_message.Message):
         max_context_tokens: _builtins.int = ...,
         drafter: _builtins.str = ...,
         max_running: _builtins.int = ...,
+        hardware: _builtins.str = ...,
+        calibration: Global___StepsReport | None = ...,
+        max_step_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drafter", b"drafter", "epoch", b"epoch", "flippable", b"flippable", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calibration", b"calibration", "drafter", b"drafter", "epoch", b"epoch", "flippable", b"flippable", "hardware", b"hardware", "kernels", b"kernels", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "max_running", b"max_running", "max_step_tokens", b"max_step_tokens", "metrics_address", b"metrics_address", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "runner", b"runner", "tokenizer_digest", b"tokenizer_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
+
+@_typing.final
+class PrefillSteps(_message.Message):
+    """Steps that were alike, as the means of them: of those that computed prompts and nothing else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PAIRS_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.float
+    """of a step"""
+    num_pairs: _builtins.float
+    """sum over its chunks of tokens x context, the tokens themselves among it"""
+    step_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.float = ...,
+        num_pairs: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_pairs", b"num_pairs", "num_tokens", b"num_tokens", "step_s", b"step_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillSteps: _TypeAlias = PrefillSteps  # noqa: Y015
+
+@_typing.final
+class DecodeSteps(_message.Message):
+    """Of those in which every sequence decoded, and nothing else happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    num_sequences: _builtins.float
+    num_context_tokens: _builtins.float
+    """of all sequences together"""
+    step_s: _builtins.float
+    tokens_per_step: _builtins.float
+    """that a sequence got: above 1 where drafts are accepted"""
+    def __init__(
+        self,
+        *,
+        num_sequences: _builtins.float = ...,
+        num_context_tokens: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+        tokens_per_step: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_context_tokens", b"num_context_tokens", "num_sequences", b"num_sequences", "step_s", b"step_s", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeSteps: _TypeAlias = DecodeSteps  # noqa: Y015
+
+@_typing.final
+class StepsReport(_message.Message):
+    """For step-time models to learn from: a few of each, of different loads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefill(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillSteps]:
+        """at most 16"""
+
+    @_builtins.property
+    def decode(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeSteps]:
+        """at most 16"""
+
+    def __init__(
+        self,
+        *,
+        prefill: _abc.Iterable[Global___PrefillSteps] | None = ...,
+        decode: _abc.Iterable[Global___DecodeSteps] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepsReport: _TypeAlias = StepsReport  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
@@ -256,6 +361,7 @@ class WorkerReport(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """in the first report only"""
@@ -266,16 +372,21 @@ class WorkerReport(_message.Message):
 
     @_builtins.property
     def cache(self) -> Global___CacheChanges: ...
+    @_builtins.property
+    def steps(self) -> Global___StepsReport:
+        """measured since those before; about once a second"""
+
     def __init__(
         self,
         *,
         hello: Global___WorkerHello | None = ...,
         load: Global___WorkerLoad | None = ...,
         cache: Global___CacheChanges | None = ...,
+        steps: Global___StepsReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from router.admission import Gate
 from router.dispatch import Dispatch
-from router.observation import Answered
-from router.observing import Observing
 from router.placement import Placement
 from router.rate_limits import Allowance
-from router.request import Request
 from router.turns import Admitted
+
+if TYPE_CHECKING:
+    from router.progress import Progress
 
 
 @dataclass(slots=True, eq=False)
 class Account:
     """`admitted`: none of its answers waits at the gate any more. `kept`: load that was counted for answers that have
-    not begun yet. `num_output_tokens`: of each that has ended. `answered`: once all have, and well."""
+    not begun yet. `answers`: those that have. `num_output_tokens`: of each that has ended."""
 
     allowance: Allowance
     admitted: Admitted | None = None
     kept: list[Dispatch] = field(default_factory=list)
+    answers: list[Progress] = field(default_factory=list)
     num_output_tokens: list[int] = field(default_factory=list)
-    answered: Answered | None = None
 
     def let_in(self, admitted: Admitted) -> Dispatch:
         """Returns the load of the first answer, which is the caller's to end."""
@@ -46,10 +47,9 @@ class Account:
 
 
 @contextmanager
-def accounted(allowance: Allowance, gate: Gate, observing: Observing, request: Request) -> Iterator[Account]:
+def accounted(allowance: Allowance, gate: Gate, num_prompt_tokens: int) -> Iterator[Account]:
     """Until all answers have ended, well or not."""
-    account, num_prompt_tokens = Account(allowance), request.num_known_tokens
-    observing.arrived(num_prompt_tokens, request.max_new_tokens)
+    account = Account(allowance)
     try:
         yield account
     finally:
@@ -57,5 +57,3 @@ def accounted(allowance: Allowance, gate: Gate, observing: Observing, request: R
         if account.admitted is not None:
             gate.answered(account.admitted, num_prompt_tokens, *account.num_output_tokens)
             allowance.used(num_prompt_tokens + sum(account.num_output_tokens))
-        if account.answered is not None:
-            observing.answered(account.answered)

@@ -54,7 +54,6 @@ class Gate:
         self._held: frozenset[WorkerId] = frozenset()
         self._soon: Timer | None = None
         self._later: Timer | None = None
-        self.on_refused_unread: Callable[[], None] = lambda: None  # for load, before anything was known of the request
 
     @property
     def num_waiting(self) -> int:
@@ -65,11 +64,7 @@ class Gate:
 
     def refuse_if_full(self, tenant: str, priority: int) -> None:
         """Before even the prompt is tokenized. Raises Overloaded."""
-        try:
-            self._refuse_if_full(tenant, priority, 0)
-        except Overloaded:
-            self.on_refused_unread()
-            raise
+        self._refuse_if_full(tenant, priority, 0)
 
     async def admit(self, ask: Ask) -> Admitted:
         """Raises Overloaded, DeadlineExceeded, NoWorker: nothing was done for it. Cancelled, it has left the queue."""
@@ -159,16 +154,24 @@ class Gate:
         misfits: set[Turn] = set()
         if self._holder is not None and not self._try(self._holder, (), now):
             misfits.add(self._holder)
-        while len(misfits) < _LOOK_PAST:
-            before = list(takewhile(misfits.__contains__, self._queue.in_order(now)))
-            turn = next(islice(self._queue.in_order(now), len(before), None), None)
-            if turn is None:
-                break
-            is_hopeless = turn.num_passed < _MAX_PASSED and turn.as_small(misfits) is not None
-            if is_hopeless or not self._try(turn, before, now):
-                misfits.add(turn)
+        while self._let_one_go(misfits, now):
+            pass
         self._drain.observe(now, is_waiting=bool(self._queue))
         self._plan_look()
+
+    def _let_one_go(self, misfits: set[Turn], now: float) -> bool:
+        """The first that can. Those that cannot are among the misfits then, which are not tried again."""
+        before: list[Turn] = []
+        for turn in self._queue.in_order(now):
+            if len(misfits) >= _LOOK_PAST:
+                return False
+            if turn not in misfits:
+                is_hopeless = turn.num_passed < _MAX_PASSED and turn.as_small(misfits) is not None
+                if not is_hopeless and self._try(turn, before, now):
+                    return True
+                misfits.add(turn)
+            before.append(turn)
+        return False
 
     def _try(self, turn: Turn, before: Collection[Turn], now: float) -> bool:
         """Whether it has left the queue: placed, stranded or failed. Those `before` it did not fit."""

@@ -23,6 +23,18 @@ class WorkerId:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """What a worker's steps that compute prompts take, as learnt: a base, each token, and each pair of one with one of
+    its context. `max_step_tokens`: of one step, at least 1."""
+
+    base_s: float
+    token_s: float
+    pair_s: float
+    confidence: float  # 0 to 1
+    max_step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A worker at one moment, its load with what was sent there and is not yet in its reports.
 
@@ -52,3 +64,5 @@ class Candidate:
     transfer_s: float = 0.0
     flippable: bool = field(default=True, kw_only=True)  # whether its role may be changed
     releases: tuple[tuple[float, int], ...] = ()  # (when, blocks) of sequences that will have ended, soonest first
+    prefill_times: PrefillTimes | None = None
+    prompts: tuple[tuple[float, int], ...] = ()  # to be prefilled here: rank, as in `router.first_token`, and tokens

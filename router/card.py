@@ -9,6 +9,7 @@ from typing import Protocol
 from model.chat_template import ChatMessage
 from model.grammar import Grammars
 from model.tokenizer import Spelling
+from router.step_costs import Experts
 
 
 class TextTokenizer(Spelling, Protocol):
@@ -35,3 +36,4 @@ class ModelCard:
     tokenizer: TextTokenizer
     tokenizer_digest: str = ""
     grammars: Grammars | None = None
+    experts: Experts | None = None  # of a layer; None: the model is dense

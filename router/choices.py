@@ -19,7 +19,6 @@ from google.protobuf.message import Message
 from protos import inference_pb2 as pb
 from router import metrics
 from router.account import Account
-from router.messages import answered_of
 from router.placement import Placement
 from router.progress import Progress
 from router.relay import Relay
@@ -73,7 +72,6 @@ class Choices:
             await asyncio.gather(starting, *self._running, return_exceptions=True)
         summary = _joined([self._summaries[choice] for choice in range(self._request.num_choices)])
         metrics.observe(summary)
-        self._account.answered = answered_of(summary)
         yield summary.SerializeToString()
 
     async def _start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,19 +49,33 @@ class AdmissionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanPolicy:
-    """How the pools' sizes are set, until somebody says otherwise, and what they are to keep to.
+class SteeringPolicy:
+    """How the pools get their sizes, until somebody says otherwise.
 
     `is_automatic`: a planner decides. `dry_run`: it only says what it would do.
     """
 
     is_automatic: bool = True
     dry_run: bool = False
-    ttft_s: float = 0.5
-    tpot_s: float = 0.05
-    percentile: float = 0.9  # share of the requests that are to keep to both
-    every_s: float = 10.0
+    every_s: float = 10.0  # from plan to plan
     flip_deadline_s: float = 600.0  # a change of a role that takes longer has failed
+
+
+@dataclass(frozen=True, slots=True)
+class SloPolicy:
+    """What is promised: the first token and, on average, each later one in time, to this share of requests."""
+
+    ttft_s: float = 1.0
+    tpot_s: float = 0.1
+    percentile: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        for name in ("ttft_s", "tpot_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number of seconds above 0")
+        if not 0 < self.percentile < 1:
+            raise ValueError(f"percentile is {self.percentile}; it must be above 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,8 @@ class RouterConfig:
     relay: RelayPolicy = RelayPolicy()
     admission: AdmissionPolicy = AdmissionPolicy()
     placement: PlacementPolicy = PlacementPolicy()
-    plan: PlanPolicy = PlanPolicy()
+    slo: SloPolicy = SloPolicy()
+    steering: SteeringPolicy = SteeringPolicy()
     security: Security = field(default_factory=Security)
     keys_file: Path | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -10,7 +10,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from router.first_token import rank_of
+
 _NUM_RELEASES = 8  # that placement is told of
+_NUM_PROMPTS = 64  # that placement is told of
 _STAY_SHARE = 0.05  # of each sequence that has ended in the mean
 _NUM_STAYS = 20  # before so many have ended nothing is known: the short ones end first
 
@@ -87,6 +90,7 @@ class Dispatches:
         self.num_unreported_tokens = 0  # of those that prefill here, until they have or a report has them
         self._running: set[Dispatch] = set()
         self._unreported: dict[Dispatch, None] = {}  # oldest first
+        self._prompts: list[tuple[float, int]] = []  # of those that prefill here, until they have: rank, and tokens
         self._ends: list[tuple[float, int]] = []  # of those that decode here, and blocks that are given back then
 
     def __len__(self) -> int:
@@ -111,6 +115,10 @@ class Dispatches:
         first = bisect_left(self._ends, (after, 0))
         return tuple(self._ends[first : first + _NUM_RELEASES])
 
+    def prompts(self) -> tuple[tuple[float, int], ...]:
+        """That wait to be computed here or are, those first that come first: rank and tokens of each."""
+        return tuple(self._prompts[:_NUM_PROMPTS])
+
     def begin(self, dispatch: Dispatch) -> None:
         self._running.add(dispatch)
         if dispatch.decode is self:
@@ -122,6 +130,7 @@ class Dispatches:
         if dispatch.prefills_on is self:
             self._unreported[dispatch] = None
             self.num_unreported_tokens += dispatch.num_tokens
+            insort(self._prompts, (rank_of(dispatch.num_tokens, dispatch.at), dispatch.num_tokens))
         self.on_change()
 
     def reported(self, until: float) -> None:
@@ -135,6 +144,10 @@ class Dispatches:
             self.num_coming_blocks -= dispatch.num_blocks
         if dispatch in self._unreported:
             self._no_longer_unreported(dispatch)
+        if dispatch.prefills_on is self:
+            prompt = rank_of(dispatch.num_tokens, dispatch.at), dispatch.num_tokens
+            if (index := bisect_left(self._prompts, prompt)) < len(self._prompts) and self._prompts[index] == prompt:
+                del self._prompts[index]
         self.on_change()
 
     def end(self, dispatch: Dispatch, stay_s: float | None) -> None:

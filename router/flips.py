@@ -11,9 +11,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from protos.errors import FailedPrecondition
+from protos.errors import FailedPrecondition, NotFound
 from router import metrics
 from router.candidate import Role, WorkerId
 from router.decisions import Decisions
@@ -70,7 +71,7 @@ class Flips:
             NotFound: there is no such worker. Nothing is changed then, as for the other one.
             FailedPrecondition: a worker keeps its role, or no worker in service would be left for one of the roles.
         """
-        workers = {name: self._table.registered(name) for name in roles}
+        workers = {name: self._table.present(name) for name in roles}
         fixed = [n for n, worker in workers.items() if not worker.profile.flippable and worker.role != roles[n]]
         if fixed:
             told = " and ".join(map(repr, sorted(fixed)))
@@ -81,7 +82,7 @@ class Flips:
 
     def follow(self, name: str, role: Role) -> None:
         """What another router was asked for. Raises as `WorkerTable.set_role`."""
-        self._begin(self._table.registered(name), role, "set at another router", "", is_ours=False)
+        self._begin(self._table.present(name), role, "set at another router", "", is_ours=False)
 
     def newest(self) -> list[Flip]:
         """Newest first."""
@@ -99,7 +100,7 @@ class Flips:
     def look(self) -> None:
         """Ends those that are done, or will not be."""
         for running in list(self._running.values()):
-            worker = self._table.process(running.worker_id)
+            worker = self._process(running.worker_id)
             if worker is None:
                 self._end(running, "the worker has left")
             elif self._is_done(running, worker):
@@ -130,6 +131,13 @@ class Flips:
                 names = " and ".join(repr(name) for name, each in sorted(in_service.items()) if role in each)
                 told = f"no worker in service {does} but {names}: let another one do it first, or let it do both"
                 raise FailedPrecondition(told, field="role")
+
+    def _process(self, worker_id: WorkerId) -> Worker | None:
+        """None: it has left, or another one has its name."""
+        with suppress(NotFound):
+            worker = self._table.present(worker_id.name)
+            return worker if worker.profile.id == worker_id else None
+        return None
 
     def _is_done(self, running: _Running, worker: Worker) -> bool:
         flip, other = running.flip, worker.sent_elsewhere

@@ -33,10 +33,19 @@ _CLOSE_S = 1.0  # for the last bytes to leave
 class HttpServer:
     """`start`, then `stop`. Calls that are still running at its end are cancelled, and may say so to their clients."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        *,
+        port_option: str = "--http-port",
+    ) -> None:
         self._app = app
         self._host = host
         self._port = port
+        self._port_option = port_option
         self._server = _Server(_settings(self._counted, tls))
         self._serving: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[Any]] = set()
@@ -50,7 +59,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Raises OSError, naming the address, if it cannot be listened at."""
-        listener = bound_socket(self._host, self._port, "--http-port")
+        listener = bound_socket(self._host, self._port, self._port_option)
         self._port = listener.getsockname()[1]
         _end_silent_readers(listener)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))

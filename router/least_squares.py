@@ -65,6 +65,11 @@ class LeastSquares:
         """0 to 1: how much was measured, beside what the prior counts for, and how far off predictions are lately."""
         return self._num_seen / (self._num_seen + self._weight + 10.0) / (1.0 + 5.0 * self._miss)
 
+    @property
+    def miss(self) -> float:
+        """How far off predictions are lately, as the mean of |log(measured / predicted)|; at most 1."""
+        return self._miss
+
     def predict(self, features: Sequence[float]) -> float:
         return sum(map(_product, self._bounded, self._scaled(features)))
 

@@ -16,10 +16,10 @@ from protos.errors import InvalidArgument
 from router.cache_changes import CacheChanges
 from router.candidate import Candidate, Role, WorkerId
 from router.card import ModelCard
-from router.observation import Answered
 from router.profile import WorkerProfile
 from router.request import Request
 from router.shared_records import Decision
+from router.step_messages import steps_from_message
 from router.worker import DumpCache, Routers, Worker, WorkerLoad, WorkerState
 
 _STATES = {
@@ -74,7 +74,7 @@ def role_from_value(value: int, field: str) -> Role:
 
 
 def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
-    """Raises InvalidArgument for a layout or a context that cannot be, or a role that is none."""
+    """Raises InvalidArgument for a layout, a context or steps that cannot be, or a role that is none."""
     try:
         layout = KVLayout(**{field.name: getattr(hello.layout, field.name) for field in fields(KVLayout)})
     except ValueError as error:
@@ -99,6 +99,9 @@ def profile_from_hello(hello: workers_pb2.WorkerHello) -> WorkerProfile:
         metrics_address=hello.metrics_address,
         max_context_tokens=hello.max_context_tokens or None,
         max_running=max(0, hello.max_running),
+        max_step_tokens=max(0, hello.max_step_tokens),
+        hardware=hello.hardware,
+        calibration=tuple(steps_from_message(hello.calibration, "hello.calibration")),
     )
 
 
@@ -151,6 +154,8 @@ def status_of(
             metrics_address=profile.metrics_address,
             max_context_tokens=profile.max_context_tokens or 0,
             max_running=profile.max_running,
+            max_step_tokens=profile.max_step_tokens,
+            hardware=profile.hardware,
         ),
         load=workers_pb2.WorkerLoad(state=_STATES[state], **{name: getattr(load, name) for name in _LOAD_NUMBERS}),
         role=_ROLES[worker.role],
@@ -212,18 +217,6 @@ def emitted_tokens(raw_messages: Iterable[bytes], num_emitted: int) -> list[int]
             raise ValueError(f"output_index is {message.output_index} where {expected} was due")
         token_ids.extend(message.token_ids)
     return token_ids
-
-
-def answered_of(summary: inference_pb2.GenerateResponse) -> Answered:
-    """What a planner learns of an answer."""
-    usage, timeline = summary.usage, summary.timeline
-    return Answered(
-        num_prompt_tokens=usage.prompt_tokens,
-        num_cached_tokens=usage.prefill.cached,
-        num_output_tokens=usage.output_tokens,
-        ttft_s=timeline.ttft_s,
-        tpot_s=timeline.tpot_s if usage.output_tokens > 1 else None,
-    )
 
 
 def decision_message(decision: Decision) -> workers_pb2.Decision:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from protos import inference_pb2 as pb
 from router.breaker import Breakers
+from router.fleet_models import KindModel
 from router.placement import Placement
 from router.timeline import RequestClock
 from router.workers import WorkerTable
@@ -139,6 +140,25 @@ class WorkersCollector(Collector):
         kinds = [(worker.role.name or "", self._table.state(worker).name) for worker in self._table.workers()]
         for role, state in sorted(set(kinds)):
             yield [role.lower(), state.lower()], kinds.count((role, state))
+
+
+class StepModelsCollector(Collector):
+    """How well the step times of each kind of worker are known. `kinds` is `router.fleet_models.FleetModels.kinds`."""
+
+    def __init__(self, kinds: Callable[[], Sequence[KindModel]]) -> None:
+        self._kinds = kinds
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        about, labels = "How well the step times of a kind of worker are known, 0 to 1.", ["kind", "step"]
+        confidence = GaugeMetricFamily("pdserve_router_step_time_confidence", about, labels=labels)
+        about = "How far off step times were predicted lately, relative, as a decayed mean."
+        error = GaugeMetricFamily("pdserve_router_step_time_error_ratio", about, labels=labels)
+        for each in self._kinds():
+            confidence.add_metric([each.kind, "prefill"], each.prefill_confidence)
+            confidence.add_metric([each.kind, "decode"], each.decode_confidence)
+            error.add_metric([each.kind, "prefill"], each.prefill_error)
+            error.add_metric([each.kind, "decode"], each.decode_error)
+        return confidence, error
 
 
 class QueueCollector(Collector):

@@ -13,7 +13,7 @@ _SHARE = 0.05  # of each request in the means
 
 
 class Observing:
-    """Means stand for what is not known of a request that is refused before its prompt was tokenized."""
+    """An observer of `router.history`. Means stand for what is not known of one that is refused before it was read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = _MOST) -> None:
         self._clock = clock
@@ -21,19 +21,24 @@ class Observing:
         self._answered: deque[Answered] = deque(maxlen=most)
         self._mean: tuple[float, float] | None = None  # tokens of the prompt, and at most of the answer
 
-    def arrived(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """It is admitted, or refused for load."""
-        self._arrived.append(Arrival(self._clock(), num_prompt_tokens, max_tokens))
-        prompt, answer = self._mean or (num_prompt_tokens, max_tokens)
-        self._mean = prompt + _SHARE * (num_prompt_tokens - prompt), answer + _SHARE * (max_tokens - answer)
+    def arrived(self, arrival: Arrival) -> None:
+        self._arrived.append(arrival)
+        prompt, answer = self._mean or (arrival.num_prompt_tokens, arrival.max_tokens)
+        self._mean = (
+            prompt + _SHARE * (arrival.num_prompt_tokens - prompt),
+            answer + _SHARE * (arrival.max_tokens - answer),
+        )
 
-    def refused_unread(self) -> None:
-        """For load, before its prompt was tokenized: it counts as one like those that came lately."""
-        if self._mean is not None:
+    def refused(self, *, had_arrived: bool) -> None:
+        """One that had not is taken to be like those that came lately."""
+        if self._mean is not None and not had_arrived:
             self._arrived.append(Arrival(self._clock(), round(self._mean[0]), round(self._mean[1])))
 
     def answered(self, answered: Answered) -> None:
         self._answered.append(answered)
+
+    def failed(self) -> None:
+        """There is nothing to be learnt of it."""
 
     def merge(self, arrived: Sequence[Arrival], answered: Sequence[Answered]) -> None:
         """What came to another router."""

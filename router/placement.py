@@ -140,8 +140,7 @@ def _placement(option: _Option, demand: Demand, weighing: Weighing) -> Placement
     first, then = option.first.entry, None if option.then is None else option.then.entry
     is_kept = then is None and demand.wants_decode
     decode = first if is_kept else then
-    num_queued, num_uncached = first.worker.num_queued_tokens, weighing.num_uncached(first.worker)
-    ttft_s = weighing.pace(first).prefill_s(num_queued + num_uncached)
+    num_uncached, ttft_s = weighing.num_uncached(first.worker), weighing.first_token_s(first)
     tpot_s = None if decode is None else weighing.pace(decode).tpot_s(decode.worker.num_active + 1)
     num_held = 0 if then is None else weighing.num_cached(then.worker)
     grounds = _grounds(option, demand, weighing, num_held)

@@ -8,12 +8,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from protos import plans_pb2
 from router.candidate import Role
-from router.config import PlanPolicy
+from router.config import SloPolicy
+from router.fleet_models import KindModel
 from router.flip import Flip, FlipState
 from router.messages import role_value
 from router.plan_state import PlanMode, PlanState, Proposed
 from router.pool_plan import LoadForecast, PoolPlan, RatioForecast
 from router.pool_scaler import PoolSizes
+from router.step_messages import step_times_message
 
 MODES = {
     PlanMode.AUTO: plans_pb2.PLAN_MODE_AUTO,
@@ -31,22 +33,24 @@ def plan_status(
     state: PlanState,
     proposed: Proposed | None,
     sizes: PoolSizes,
-    policy: PlanPolicy,
+    slo: SloPolicy,
     flips: Iterable[Flip],
     now: float,
     planned_by: str = "",
+    kinds: Iterable[KindModel] = (),
 ) -> plans_pb2.PlanStatus:
     status = plans_pb2.PlanStatus(
         mode=MODES[state.mode],
         dry_run=state.dry_run,
         plan=None if state.plan is None else _plan_message(state.plan),
-        slo=plans_pb2.Slo(ttft_s=policy.ttft_s, tpot_s=policy.tpot_s, percentile=policy.percentile),
+        slo=plans_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, percentile=slo.percentile),
         manual_for_s=None if state.until is None else max(0.0, state.until - now),
         flips=map(_flip_message, flips),
         num_prefill=sizes.num_prefill,
         num_decode=sizes.num_decode,
         num_both=sizes.num_both,
         planned_by=planned_by,
+        step_times=map(step_times_message, kinds),
     )
     if proposed is not None:
         said = proposed.proposal

@@ -10,7 +10,7 @@ from protos import plans_pb2, plans_pb2_grpc
 from protos.caller import current_caller
 from protos.calls import Context
 from protos.errors import InvalidArgument
-from router.config import PlanPolicy
+from router.config import SloPolicy
 from router.flips import Flips
 from router.plan_messages import plan_status, would_flip
 from router.plan_sharing import PlanSharing
@@ -29,14 +29,14 @@ _MANUAL_S = 3600.0  # if nothing else is said
 class PlansService(plans_pb2_grpc.PlansServicer):
     def __init__(
         self,
-        policy: PlanPolicy,
+        slo: SloPolicy,
         table: WorkerTable,
         flips: Flips,
         scaler: PoolScaler,
         sharing: PlanSharing,
         steering: Steering,
     ) -> None:
-        self._policy = policy
+        self._slo = slo
         self._table = table
         self._flips = flips
         self._scaler = scaler
@@ -82,10 +82,11 @@ class PlansService(plans_pb2_grpc.PlansServicer):
             state,
             self._sharing.proposed,
             self._scaler.sizes(),
-            self._policy,
+            self._slo,
             self._flips.newest(),
             time.time(),
             self._sharing.planned_by,
+            self._table.models.kinds(),
         )
 
 

@@ -25,6 +25,7 @@ from router.messages import (
 )
 from router.service import InferenceService
 from router.steering import Steering
+from router.step_messages import steps_from_message
 from router.worker import Routers, Worker
 from router.workers import WorkerTable
 
@@ -76,6 +77,8 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
                 self._table.report(worker, load_from_message(report.load))
                 if report.HasField("cache"):
                     self._table.cache_changed(worker, changes_from_message(report.cache))
+                if report.HasField("steps"):
+                    self._table.steps_measured(worker, steps_from_message(report.steps, "steps"))
         except ServiceError as error:
             worker.commands.put_nowait(error)
         finally:

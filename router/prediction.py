@@ -1,9 +1,9 @@
 """How long what is placed on a worker will take, from what the worker has measured. Pure.
 
 The models are simple on purpose. A prompt takes its uncached tokens, and what waits before it, at the worker's mean
-speed. A decode step has a fixed part, worth `FIXED_SEQUENCES` sequences, and one that grows with the batch. Finer ones
-take the place of `Pace` and its two functions: nothing else knows how times come about, nor what becomes of a
-measurement with time.
+speed. A decode step has a fixed part, worth `FIXED_SEQUENCES` sequences, and one that grows with the batch. Nothing
+else knows by what workers are compared, nor what becomes of a measurement with time; what is told of a first token is
+finer (`router.first_token`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, InvalidArgument
 from router.candidate import Role, WorkerId
+from router.measured_steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class WorkerProfile:
     metrics_address: str = ""
     max_context_tokens: int | None = None  # None: as many as the model allows
     max_running: int = 0  # sequences that decode at once; 0: not known
+    max_step_tokens: int = 0  # computed in one step; 0: not known
+    hardware: str = ""
+    calibration: tuple[Steps, ...] = ()  # measured before it registered
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from model.block_pool import BlockHash
 from protos import inference_pb2 as pb
 from protos.errors import Internal
 from router.account import Account
+from router.attempt import Attempt
 from router.candidate import WorkerId
 from router.dispatch import Dispatch
 from router.messages import emitted_tokens
@@ -33,7 +34,8 @@ class Progress:
     account: Account
     prefers: Placement | None = None
     is_choice: bool = False
-    placement: Placement | None = None  # of the last attempt
+    attempt: Attempt | None = None  # the last one
+    is_under_way: bool = False  # and it has not failed
     known: Sequence[int] = ()  # tokens that the client has had before
     emitted: array[int] = field(init=False)  # with those, as of the last reading back
     raw_messages: list[bytes] = field(default_factory=list)  # relayed since then
@@ -49,6 +51,25 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.emitted = array("q", self.known)
+
+    def begin(self, attempt: Attempt) -> None:
+        self.attempt, self.is_under_way = attempt, True
+
+    @property
+    def placement(self) -> Placement | None:
+        """Of the last attempt."""
+        return None if self.attempt is None else self.attempt.placement
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of what was prefilled last: found in the prefix cache there. 0 while that is not known."""
+        if self.attempt is None:
+            return 0
+        if self.attempt.placement.prefill is not None:
+            stats = self.attempt.prefill_stats
+            return 0 if stats is None else stats.prompt_tokens.cached
+        done = self.done_before or (None if self.last is None else self.last.decode_stats)
+        return 0 if done is None else done.cached_tokens
 
     @property
     def remaining_s(self) -> float | None:

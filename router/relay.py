@@ -26,7 +26,6 @@ from router.config import PlacementPolicy, RelayPolicy
 from router.demand import Demand
 from router.leg import AttemptFailed, ended_early
 from router.links import Links
-from router.messages import answered_of
 from router.move import Move, moved
 from router.placement import Placement
 from router.placer import Placer, Wanted
@@ -70,11 +69,12 @@ class Relay:
     async def answer(self, progress: Progress) -> AsyncGenerator[bytes, None]:
         """The same of a request that has not begun."""
         attempt = None
+        progress.account.answers.append(progress)
         self._retries.begin()
         try:
             while progress.last is None:
                 attempt = await self._next_attempt(progress, attempt)
-                progress.placement = attempt.placement
+                progress.begin(attempt)
                 try:
                     with attempt.span:
                         async with aclosing(self._run(attempt, progress)) as messages:
@@ -82,6 +82,7 @@ class Relay:
                                 yield raw
                 except AttemptFailed as failure:
                     progress.read_back()
+                    progress.is_under_way = progress.last is not None
                     if progress.last is None:
                         await self._prepare_next(progress, attempt, failure)
         finally:
@@ -96,7 +97,6 @@ class Relay:
         metrics.observe_prefix(attempt.placement, summary.usage)
         if not progress.is_choice:
             metrics.observe(summary)
-            progress.account.answered = answered_of(summary)
         yield summary.SerializeToString()
 
     async def _next_attempt(self, progress: Progress, before: Attempt | None) -> Attempt:
@@ -258,6 +258,7 @@ def _summary(progress: Progress, last: pb.GenerateResponse, attempt: Attempt) ->
         num_retries=progress.num_retries,
         num_moves=progress.num_moves,
         num_resumes=progress.num_resumes + bool(progress.known),
+        num_known_tokens=len(progress.known),
     )
     return pb.GenerateResponse(
         output_index=served.num_output_tokens,

@@ -25,6 +25,7 @@ class WorkerSpec:
     max_running: int = 64
     link_bytes_per_s: float = 4e9
     flippable: bool = True
+    hardware: str = ""  # workers that say the same are taken to be of a kind, whatever their costs
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_step_tokens", "max_running", "link_bytes_per_s"):

@@ -22,25 +22,26 @@ from model.config import ModelConfig
 from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
-from protos import kserve_pb2_grpc, plans_pb2_grpc, workers_pb2_grpc
+from protos import insights_pb2_grpc, kserve_pb2_grpc, plans_pb2_grpc, workers_pb2_grpc
 from protos.caller import Authenticator
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.tls import server_context
 from router.admission import Gate
 from router.card import ModelCard
-from router.config import PlanPolicy, RouterConfig
+from router.config import RouterConfig
 from router.decisions import Decisions
 from router.flips import Flips
+from router.history import History
+from router.insights_service import InsightsService
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
-from router.metrics import QueueCollector, WorkersCollector
-from router.observation import Observation
+from router.metrics import QueueCollector, StepModelsCollector, WorkersCollector
+from router.observations import Observations
 from router.observing import Observing
 from router.placement import can_serve
 from router.plan_sharing import PlanSharing
-from router.plan_state import PlanMode, PlanState
 from router.plans_service import PlansService
 from router.pool_scaler import FlipScaler
 from router.pools_service import PoolsService, WorkersService
@@ -49,8 +50,10 @@ from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.shared_table import SharedWorkers
 from router.sharing import Sharing
-from router.steering import Planner, Steering
+from router.steering import Planner, Steering, initial_state
+from router.step_costs import Experts
 from router.store import MemoryStore, Store
+from router.traffic import Traffic
 from router.traffic_sharing import TrafficSharing
 from router.workers import WorkerTable
 
@@ -74,6 +77,7 @@ def load_card(name: str, folder: Path) -> ModelCard:
         tokenizer=tokenizer,
         tokenizer_digest=tokenizer_digest(folder),
         grammars=Grammars(tokenizer),
+        experts=Experts(config.num_experts, config.num_experts_per_token) if config.num_experts else None,
     )
 
 
@@ -112,13 +116,13 @@ class Router:
         self._links = Links(config.security.credentials(secret))
         keys = KeyFile(config.keys_file) if config.keys_file else authenticator  # of every door
         self.guard = Guard(secret, keys)
-        self.table = WorkerTable(card.tokenizer_digest)
+        self.table = WorkerTable(card.tokenizer_digest, experts=card.experts)
         self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self._limits = RateLimits()
-        self._observing = Observing()
-        self._gate.on_refused_unread = self._observing.refused_unread
+        traffic, observing = Traffic(config.slo), Observing()
+        history = History([traffic, observing])
         self.inference = InferenceService(
             card,
             self.table,
@@ -127,7 +131,7 @@ class Router:
             self._limits,
             config.max_prompt_bytes,
             offers_direct=config.direct,
-            observing=self._observing,
+            history=history,
         )
         tls = config.security.tls
         self._server = GrpcServer(config.host, config.port, tls=tls, guard=self.guard, limits=config.limits)
@@ -136,17 +140,18 @@ class Router:
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, registrations)
         self._store = _store_of(config)
         self._decisions = Decisions(self._store, lambda: self.address)
-        self._flips = Flips(self.table, self._decisions, config.plan.flip_deadline_s)
-        self._plan = PlanSharing(self._store, _initial(config.plan), lambda: self.address)
-        self._traffic = TrafficSharing(
-            self._store, self._observing, lambda: self._gate.num_waiting, lambda: self._plan.plans_here
-        )
+        self._flips = Flips(self.table, self._decisions, config.steering.flip_deadline_s)
+        self._plan = PlanSharing(self._store, initial_state(config.steering), lambda: self.address)
+        self._traffic = TrafficSharing(self._store, observing, self._gate, history, self._plan)
+        observations = Observations(self.table, self._gate, history, observing, self._traffic)
         scaler = FlipScaler(self.table, self._flips)
-        self._steering = Steering(config.plan, self._plan, scaler, self._decisions, self._observe, planner)
+        self._steering = Steering(config.steering, self._plan, scaler, self._decisions, observations.take, planner)
         self._pools = PoolsService(self.table, card.name, self.inference, self._decisions, self._flips, self._steering)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
-        plans = PlansService(config.plan, self.table, self._flips, scaler, self._plan, self._steering)
+        plans = PlansService(config.slo, self.table, self._flips, scaler, self._plan, self._steering)
         self._server.add(plans_pb2_grpc.add_PlansServicer_to_server, plans)
+        insights = InsightsService(history, traffic, self.table, self._links)
+        self._server.add(insights_pb2_grpc.add_InsightsServicer_to_server, insights)
         self._kserve = KServeService(self.inference, card, self._is_ready)
         if config.kserve:
             self._server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, self._kserve)
@@ -214,7 +219,11 @@ class Router:
         await self._server.stop(max(0.0, end_at - time.monotonic()))
 
     def _watch(self, stack: AsyncExitStack) -> None:
-        for collector in (WorkersCollector(self.table, self._relay.breakers), QueueCollector(self._gate.counts)):
+        workers, models = (
+            WorkersCollector(self.table, self._relay.breakers),
+            StepModelsCollector(self.table.models.kinds),
+        )
+        for collector in (workers, models, QueueCollector(self._gate.counts)):
             prometheus_client.REGISTRY.register(collector)
             stack.callback(prometheus_client.REGISTRY.unregister, collector)
         if self._config.metrics_port is not None:
@@ -234,11 +243,6 @@ class Router:
         for work in (self._sharing.run(), self._steering.run()):
             stack.push_async_callback(_ended, asyncio.create_task(work))
 
-    def _observe(self) -> Observation:
-        arrived, answered = self._observing.take()
-        num_waiting = self._gate.num_waiting + self._traffic.num_waiting_elsewhere
-        return Observation(time.monotonic(), tuple(self.table.snapshot()), num_waiting, arrived, answered)
-
     def _routers(self) -> Sequence[str]:
         return [] if self._sharing is None else self._sharing.addresses
 
@@ -252,10 +256,6 @@ class Router:
             for worker_id in self.table.silent():
                 await self._links.give_up(worker_id)
             await self.table.wait_changed(_LOOK_S)
-
-
-def _initial(policy: PlanPolicy) -> PlanState:
-    return PlanState(PlanMode.AUTO if policy.is_automatic else PlanMode.FROZEN, policy.dry_run)
 
 
 def _store_of(config: RouterConfig) -> Store:

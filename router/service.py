@@ -27,8 +27,8 @@ from router.card import ModelCard
 from router.choices import Choices
 from router.direct import checked_direct
 from router.echo import echoed
+from router.history import History
 from router.messages import model_message
-from router.observing import Observing
 from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.request import Request
@@ -65,9 +65,10 @@ class InferenceService:
         max_prompt_bytes: int,
         *,
         offers_direct: bool = False,
-        observing: Observing | None = None,
+        history: History | None = None,
     ) -> None:
         """`offers_direct`: clients may be sent to the decode workers for their answers."""
+        self._history = history or History()
         self._card = card
         self._offers_direct = offers_direct
         self._gate = gate
@@ -75,7 +76,6 @@ class InferenceService:
         self._table = table
         self._relay = relay
         self._max_prompt_bytes = max_prompt_bytes
-        self._observing = observing or Observing()
         self._in_flight: set[str] = set()
         self.is_draining = False
 
@@ -175,6 +175,7 @@ class InferenceService:
             current_request_id.set(unresolved.request_id)
             with (
                 self._claimed(unresolved.request_id),
+                self._history.follow(unresolved.request_id, caller.tenant, clock) as followed,
                 _traced(unresolved.request_id) as span,
                 self._limits.claimed(caller) as allowance,
             ):
@@ -185,10 +186,13 @@ class InferenceService:
                 request = resolve(unresolved, token_ids, self._card, self._limit(), secrets.randbits(63))
                 await self._check_grammar(request)
                 request = replace(request, span=span)
+                self._history.arrived(followed, request)
                 allowance.take_tokens(request.num_known_tokens, request.max_new_tokens)
-                with accounted(allowance, self._gate, self._observing, request) as account:
+                with accounted(allowance, self._gate, request.num_known_tokens) as account:
+                    followed.account = account
                     async with aclosing(self._messages(request, clock, deadline_at, account)) as messages:
                         async for raw in messages:
+                            followed.last_message = raw
                             yield raw
 
     def _messages(

@@ -161,11 +161,11 @@ class SimulatedBatch:
         while self._gaps and self._gaps[-1][1] <= gap_s:
             self._gaps.pop()
         self._gaps.append((self.round, gap_s))
-        stopped: list[Decoding] = []
+        stopped: dict[Decoding, None] = {}  # one that came back with as many tokens to go is noted twice
         while self._stops and self._stops[0][0] <= self.round:
             stop_round, _, decoding = heapq.heappop(self._stops)
             if decoding in self.running and decoding.stop_round == stop_round:
-                stopped.append(decoding)
+                stopped[decoding] = None
         for decoding in stopped:
             self._part(decoding)
             self._note_gap(decoding)
@@ -177,7 +177,7 @@ class SimulatedBatch:
         if len(self._gaps) > _MOST_GAPS:
             oldest = min((each.joined_round for each in self.running if not each.is_computing), default=self.round)
             del self._gaps[: bisect_right(self._gaps, (oldest, math.inf))]
-        return stopped
+        return list(stopped)
 
     def computed(self, decoding: Decoding, num_tokens: int) -> None:
         """Tokens whose KV was computed here; with the last of them comes the next token."""

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
+from router.observation import Running
 from router.scenario import Scenario
 from router.simulated_links import sent_at, streamed_at
 from router.simulated_pool import Held
@@ -56,6 +57,19 @@ class SimulatedCluster:
             if worker is not None:
                 worker.attempts[attempt] = None
         self._time.later(self._delays.message_s, self._arrived, attempt)
+
+    def running(self) -> list[Running]:
+        """As a router sees them."""
+        found = []
+        for worker in self.workers.values():
+            for attempt in worker.attempts:
+                if not attempt.is_over and worker is (attempt.decode or attempt.prefill):
+                    traced, decoding = attempt.request.traced, attempt.decoding
+                    num_emitted = attempt.request.num_emitted
+                    if decoding is not None and decoding in worker.batch.running and not decoding.is_computing:
+                        num_emitted = worker.num_emitted_tokens(decoding)[0] - traced.num_prompt_tokens
+                    found.append(Running(traced.at_s, traced.num_prompt_tokens, num_emitted))
+        return found
 
     def die(self, worker: SimulatedWorker) -> None:
         """All that it had to do with is told to have failed, once it is gone."""

@@ -1,10 +1,12 @@
-"""How fast a simulated worker says it has been: the means of `deploy.step_meter`, over many steps at once, and the sums
-of `kvtransfer.transfer_meter`.
+"""How fast a simulated worker says it has been: the means and tallies of `deploy.step_meter`, over many steps at once,
+and the sums of `kvtransfer.transfer_meter`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+from router.step_tally import StepTally
 
 _WEIGHT = 0.1  # of the newest step, if it follows the one before at once
 _FORGOTTEN_S = 60.0  # after such a pause it is all that counts
@@ -19,6 +21,7 @@ class SimulatedMeter:
         self.decode_batch = 0.0
         self.tokens_per_step = 0.0
         self.prefill_tokens_per_s = 0.0
+        self.tally = StepTally()
         self._clock = clock
         self._prefilled_at: float | None = None
         self._decoded_at: float | None = None
@@ -39,16 +42,27 @@ class SimulatedMeter:
         kept = 0.5 ** (max(0.0, self._clock() - self._transferred_at) / _HALF_LIFE_S)
         return kept * self._transfer_bytes, kept * self._transfer_s
 
-    def prefilled(self, num_tokens: int, step_s: float) -> None:
+    def prefilled(self, num_tokens: int, step_s: float, num_pairs: int = 0) -> None:
+        """`num_pairs`: of one that computed prompts and nothing else."""
         if step_s > 0:
+            if num_pairs:
+                self.tally.prefilled(num_tokens, num_pairs, step_s)
             weight = _weight(self.prefill_age_s - step_s)
             self.prefill_tokens_per_s = _decayed(self.prefill_tokens_per_s, 1, num_tokens / step_s, 0.0, weight)
             self._prefilled_at = self._clock()
 
     def decoded(
-        self, num_rounds: int, num_sequences: int, first_s: float, last_s: float, tokens_per_step: float
+        self,
+        num_rounds: int,
+        num_sequences: int,
+        first_s: float,
+        last_s: float,
+        tokens_per_step: float,
+        num_context_tokens: float,
     ) -> None:
-        """Steps of so many rounds, each a little longer than the one before, from the first to the last."""
+        """Steps of so many rounds, each a little longer than the one before, from the first to the last. The context is
+        that of the middle one."""
+        self.tally.decoded(num_sequences, num_context_tokens, (first_s + last_s) / 2, tokens_per_step)
         num_steps = max(1, round(num_rounds / tokens_per_step))
         more_s = (last_s - first_s) / (num_steps - 1) if num_steps > 1 else 0.0
         weight = _weight(self.decode_age_s - num_steps * (first_s + last_s) / 2)

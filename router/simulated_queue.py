@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from router.first_token import rank_of
 from router.simulated_pool import SimulatedPool
 from router.simulated_request import Prefilling
 from router.traced_request import PREFIX_BLOCK_TOKENS
 
-_AGEING_TOKENS_PER_S = 500.0
 _LOOKAHEAD_TOKENS = 2048
 
 
@@ -135,4 +135,4 @@ class SimulatedQueue:
 
 def _rank(prefilling: Prefilling) -> float:
     """All grow older together, so that the moment does not matter."""
-    return prefilling.num_uncomputed + _AGEING_TOKENS_PER_S * prefilling.added_at
+    return rank_of(prefilling.num_uncomputed, prefilling.added_at)

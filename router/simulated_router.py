@@ -70,7 +70,7 @@ class SimulatedRouter:
         self._time = time
         self._rng = rng
         self._ended = ended
-        self.table = WorkerTable(clock=time.clock)
+        self.table = WorkerTable(clock=time.clock, experts=scenario.workers[0].costs.experts)
         relay = scenario.relay
         self.gate = Gate(scenario.admission, relay.wait_for_worker_s, rng, time.clock, lambda: time)
         self._retries = Retries(relay, rng, time.clock)

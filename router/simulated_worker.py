@@ -71,6 +71,9 @@ class SimulatedWorker:
             layout=self.layout,
             num_blocks=spec.num_blocks,
             max_running=spec.max_running,
+            max_step_tokens=spec.max_step_tokens,
+            runner="simulated",
+            hardware=spec.hardware,
         )
 
     def load(self) -> WorkerLoad:
@@ -217,8 +220,7 @@ class SimulatedWorker:
 
     def _mixed_s(self, step: Step) -> float:
         """A chunk of one token costs what decoding does."""
-        chunks = [(count, each.num_computed + count) for each, count in step.prompts]
-        chunks += [(count, each.num_tokens - each.num_uncomputed + count) for each, count in step.computing]
+        chunks = _chunks_of(step)
         prompts = [(count, context) for count, context in chunks if count > 1]
         num_sequences = self.batch.num_decoding + len(chunks) - len(prompts)
         num_context = self.batch.num_context_tokens + sum(context for count, context in chunks if count == 1)
@@ -233,23 +235,28 @@ class SimulatedWorker:
         batch, now = self.batch, self._time.now
         num_decoding, took_s = batch.num_decoding, now - step.began_at
         if step.is_mixed:
-            num_tokens = num_decoding + sum(count for _, count in (*step.prompts, *step.computing))
-            self.prefill_busy_s += took_s
-            gap_s = took_s
-            if num_tokens > num_decoding + len(step.prompts) + len(step.computing):
-                self.meter.prefilled(num_tokens, took_s)
+            gap_s, self.prefill_busy_s = took_s, self.prefill_busy_s + took_s
+            self._meter_prompts(step, num_decoding, took_s)
         else:
             self.decode_busy_s += took_s
             per_step = self.spec.costs.tokens_per_step
             first_s = per_step * batch.rounds_s(1)
             gap_s = per_step * (took_s - batch.rounds_s(step.num_rounds - 1))
-            self.meter.decoded(step.num_rounds, num_decoding, first_s, gap_s, per_step)
+            context = batch.num_context_tokens + num_decoding * (step.num_rounds - 1) / 2
+            self.meter.decoded(step.num_rounds, num_decoding, first_s, gap_s, per_step, context)
         stopped = batch.advance(1 if step.is_mixed else step.num_rounds, gap_s) if num_decoding else []
         firsts = self._computed(step)
         written = self.queue.complete() if step.prompts else []
         self._step = None
         self._begin()
         self._tell(step, stopped, firsts, written)
+
+    def _meter_prompts(self, step: Step, num_decoding: int, took_s: float) -> None:
+        chunks = _chunks_of(step)
+        num_tokens = num_decoding + sum(count for count, _ in chunks)
+        if num_tokens > num_decoding + len(chunks):
+            is_mixed = num_decoding or any(count == 1 for count, _ in chunks)
+            self.meter.prefilled(num_tokens, took_s, 0 if is_mixed else sum(n * context for n, context in chunks))
 
     def _computed(self, step: Step) -> list[Decoding]:
         """Returns who has a token of it."""
@@ -284,3 +291,9 @@ class SimulatedWorker:
     @property
     def does_decode(self) -> bool:
         return Role.DECODE in self.role
+
+
+def _chunks_of(step: Step) -> list[tuple[int, int]]:
+    """Tokens, and tokens of context with them, while it is in progress."""
+    prompts = [(count, each.num_computed + count) for each, count in step.prompts]
+    return prompts + [(count, each.num_tokens - each.num_uncomputed + count) for each, count in step.computing]

@@ -23,6 +23,7 @@ from router.virtual_time import VirtualTime
 from router.worker import Worker, WorkerLoad
 
 _REPORT_AT_LEAST_S = 1.0
+_STEPS_EVERY_S = 1.0  # as in `deploy.step_feed`
 
 
 def simulate(
@@ -51,6 +52,7 @@ class Simulation:
         self._moves = SimulatedMoves(scenario, time, rng, self.cluster, self._router.find_target)
         self._registered: dict[str, Worker] = {}
         self._reported: dict[str, tuple[WorkerLoad, float]] = {}
+        self._told_steps_at: dict[str, float] = {}
         self._feed_numbers: dict[str, int] = {}
         self._arrived: list[Arrival] = []
         self._answered: list[Answered] = []
@@ -105,6 +107,8 @@ class Simulation:
         if self._scenario.planner is not None and outcome.ttft_s is not None:
             self._answered.append(
                 Answered(
+                    outcome.at_s,
+                    outcome.ended_at_s,
                     outcome.num_prompt_tokens,
                     outcome.num_cached_tokens,
                     outcome.num_output_tokens,
@@ -120,6 +124,7 @@ class Simulation:
         registered = self._router.table.register(worker.profile, load)
         self._registered[worker.spec.name] = registered
         self._reported[worker.spec.name] = (load, self._time.now)
+        self._told_steps_at[worker.spec.name] = self._time.now
         self._feed_numbers[worker.spec.name] = 1
         self._router.table.cache_changed(registered, CacheChanges(1, begins_dump=True, ends_dump=True))
 
@@ -134,6 +139,9 @@ class Simulation:
         if load != before or changes or self._time.now - reported_at > _REPORT_AT_LEAST_S:
             self._reported[name] = (load, self._time.now)
             table.report(registered, load)
+        if self._time.now - self._told_steps_at[name] >= _STEPS_EVERY_S and (steps := worker.meter.tally.take()):
+            self._told_steps_at[name] = self._time.now
+            table.steps_measured(registered, steps)
         if changes:
             worker.pool.changes = {}
             self._feed_numbers[name] += 1
@@ -170,7 +178,9 @@ class Simulation:
         arrived, self._arrived = self._arrived, []
         answered, self._answered = self._answered, []
         workers = tuple(self._router.table.snapshot())
-        roles = scenario.planner(Observation(now, workers, self._router.gate.num_waiting, arrived, answered))
+        models, num_waiting = self._router.table.models, self._router.gate.num_waiting
+        running = self.cluster.running()
+        roles = scenario.planner(Observation(now, workers, num_waiting, arrived, answered, running, models=models))
         for name, role in roles.items():
             self._change_role(RoleChange(now, name, Role(role)))
         self._time.later(scenario.plan_every_s, self._plan)

@@ -16,7 +16,7 @@ from typing import Protocol
 from protos.errors import ServiceError
 from router import metrics
 from router.candidate import Role
-from router.config import PlanPolicy
+from router.config import SteeringPolicy
 from router.decisions import Decisions
 from router.observation import Observation
 from router.plan_sharing import PlanSharing
@@ -50,7 +50,7 @@ class Steering:
 
     def __init__(
         self,
-        policy: PlanPolicy,
+        policy: SteeringPolicy,
         sharing: PlanSharing,
         scaler: PoolScaler,
         decisions: Decisions,
@@ -198,6 +198,10 @@ class Steering:
     def _log(self, what: str, plan: PoolPlan | None, *, by: str = "", reason: str = "", gain: float = 0.0) -> None:
         num_prefill, num_decode = (0, 0) if plan is None else (plan.num_prefill, plan.num_decode)
         self._decisions.add(what, by=by, reason=reason, gain=gain, num_prefill=num_prefill, num_decode=num_decode)
+
+
+def initial_state(policy: SteeringPolicy) -> PlanState:
+    return PlanState(PlanMode.AUTO if policy.is_automatic else PlanMode.FROZEN, policy.dry_run)
 
 
 def _after(state: PlanState) -> PlanState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 CLOCK_FIELDS = (
     "prefill_base_s",
@@ -84,7 +84,17 @@ class StepCosts:
         each = num_sequences * self.decode_sequence_s + num_context_tokens * self.decode_context_token_s
         return self.prefill_s(chunks) + each / self.tokens_per_step
 
-    def scaled(self, factor: float) -> StepCosts:
-        """Of a machine that takes `factor` times as long for everything."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return StepCosts(**{name: value * factor if name in CLOCK_FIELDS else value for name, value in values.items()})
+    def scaled(self, factor: float, decode_factor: float | None = None) -> StepCosts:
+        """Of a machine that takes `factor` times as long for everything, or for prefill, and another for decode."""
+        decode_factor = factor if decode_factor is None else decode_factor
+        return StepCosts(
+            self.prefill_base_s * factor,
+            self.prefill_token_s * factor,
+            self.prefill_pair_s * factor,
+            self.decode_base_s * decode_factor,
+            self.decode_sequence_s * decode_factor,
+            self.decode_context_token_s * decode_factor,
+            self.decode_expert_s * decode_factor,
+            self.experts,
+            self.tokens_per_step,
+        )

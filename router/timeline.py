@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
 from protos import prefill_pb2
+from router.candidate import Candidate
 from router.placement import Placement
 
 _DONE = (
@@ -56,6 +57,11 @@ class RequestClock:
         self.last_token_at = self.now()
 
     @property
+    def has_attempt_token(self) -> bool:
+        """Whether the last attempt has come to a token."""
+        return self.first_token_at is not None and self.attempt_token_at >= self.placed_at
+
+    @property
     def ttft_s(self) -> float:
         return (self.first_token_at or self.received_at) - self.received_at
 
@@ -78,6 +84,7 @@ class Served:
     num_retries: int
     num_resumes: int
     num_moves: int
+    num_known_tokens: int = 0  # of the output, that the client had before
 
     @property
     def is_disaggregated(self) -> bool:
@@ -118,7 +125,7 @@ def timeline(served: Served, clock: RequestClock) -> pb.Timeline:
     return pb.Timeline(
         stages=_stages(served, clock),
         ttft_s=clock.ttft_s,
-        tpot_s=clock.tpot_s(served.num_output_tokens),
+        tpot_s=clock.tpot_s(served.num_output_tokens - served.num_known_tokens),
         total_s=clock.now() - clock.received_at,
     )
 
@@ -131,13 +138,7 @@ def _stages(served: Served, clock: RequestClock) -> list[pb.Stage]:
     placed_s = clock.placed_at - clock.received_at
     token_s = clock.attempt_token_at - clock.received_at
     if (prefill := served.placement.prefill) is not None and (stats := served.prefill) is not None:
-        name = prefill.id.name
-        prefill_s = placed_s + stats.queue_s
-        stages.append(pb.Stage(name="queue", worker_id=name, start_s=placed_s, duration_s=stats.queue_s))
-        stages.append(pb.Stage(name="prefill", worker_id=name, start_s=prefill_s, duration_s=stats.compute_s))
-        if served.is_disaggregated:
-            handover_s = prefill_s + stats.compute_s
-            stages.append(pb.Stage(name="handover", worker_id=name, start_s=handover_s, duration_s=stats.handover_s))
+        stages += _prefill_stages(prefill, stats, placed_s, is_handed_over=served.is_disaggregated)
     if (decode := served.placement.decode) is not None and (done := served.decode) is not None:
         name, end_s = decode.id.name, clock.last_token_at - clock.received_at
         if served.placement.prefill is None:
@@ -145,3 +146,44 @@ def _stages(served: Served, clock: RequestClock) -> list[pb.Stage]:
         start_s = max(token_s, end_s - done.decode_s)
         stages.append(pb.Stage(name="decode", worker_id=name, start_s=start_s, duration_s=end_s - start_s))
     return stages
+
+
+def _prefill_stages(
+    worker: Candidate, stats: prefill_pb2.PrefillStats, placed_s: float, *, is_handed_over: bool
+) -> list[pb.Stage]:
+    name, prefill_s = worker.id.name, placed_s + stats.queue_s
+    stages = [
+        pb.Stage(name="queue", worker_id=name, start_s=placed_s, duration_s=stats.queue_s),
+        pb.Stage(name="prefill", worker_id=name, start_s=prefill_s, duration_s=stats.compute_s),
+    ]
+    if is_handed_over:
+        handover_s = prefill_s + stats.compute_s
+        stages.append(pb.Stage(name="handover", worker_id=name, start_s=handover_s, duration_s=stats.handover_s))
+    return stages
+
+
+def timeline_so_far(
+    clock: RequestClock, placement: Placement | None, prefill: prefill_pb2.PrefillStats | None, num_output_tokens: int
+) -> pb.Timeline:
+    """Of one that has not ended, on the workers of `placement`; None while it waits for one. The last stage is the one
+    it is in. Until the worker has told its times (`prefill`) its queue there is a part of prefill."""
+    now_s = clock.now() - clock.received_at
+    stages = [pb.Stage(name="tokenize", start_s=0.0, duration_s=clock.tokenize_s or now_s)]
+    placed_s, token_s = clock.placed_at - clock.received_at, clock.attempt_token_at - clock.received_at
+    was_placed, has_token = placed_s > 0.0, clock.has_attempt_token
+    wait_s = clock.wait_s if was_placed else now_s - clock.tokenize_s
+    if clock.tokenize_s and wait_s:
+        stages.append(pb.Stage(name="wait", start_s=clock.tokenize_s, duration_s=wait_s))
+    if placement is not None and (worker := placement.prefill or placement.decode) is not None:
+        if placement.prefill is not None and prefill is not None:
+            stages += _prefill_stages(worker, prefill, placed_s, is_handed_over=placement.decode is not None)
+        else:
+            duration_s = (token_s if has_token else now_s) - placed_s
+            stages.append(pb.Stage(name="prefill", worker_id=worker.id.name, start_s=placed_s, duration_s=duration_s))
+        if has_token and placement.decode is not None:
+            name = placement.decode.id.name
+            stages.append(pb.Stage(name="decode", worker_id=name, start_s=token_s, duration_s=now_s - token_s))
+    tpot_s = 0.0
+    if clock.first_token_at is not None and num_output_tokens > 1:
+        tpot_s = (clock.now() - clock.first_token_at) / (num_output_tokens - 1)
+    return pb.Timeline(stages=stages, ttft_s=clock.ttft_s, tpot_s=tpot_s, total_s=now_s)

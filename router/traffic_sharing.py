@@ -7,10 +7,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol, TypeVar
 
-from router.observation import Answered, Arrival
+from router.observation import Answered, Arrival, Running
 from router.observing import Observing
 from router.store import Store
 
@@ -20,6 +20,7 @@ _TELL_S = 2.0
 _READ_S = 0.5
 _TTL_S = 10.0
 _KIND = "traffic"
+_ROWS = ("arrived", "answered", "running")
 _MOST_ROWS = 2000  # of each in a record; where there are more, these stand for all
 _UNREADABLE = (KeyError, TypeError, AttributeError, OverflowError, RecursionError, ValueError)
 
@@ -28,28 +29,20 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class TrafficRecord:
-    """Since the record before, of one router. Arrivals are told with their age at `at`, in seconds since 1970."""
+    """Since the record before, of one router; and what runs. All moments are told as seconds before `at`, which is in
+    seconds since 1970."""
 
     number: int
     at: float
     num_waiting: int
-    arrived: Sequence[Arrival]  # `at_s` is that age
+    arrived: Sequence[Arrival]
     answered: Sequence[Answered]
+    running: Sequence[Running]
 
     def to_bytes(self) -> bytes:
-        arrived, answered = _thinned(self.arrived), _thinned(self.answered)
-        record = {
-            "number": self.number,
-            "at": self.at,
-            "num_waiting": self.num_waiting,
-            "num_arrived": len(self.arrived),
-            "arrived": [[round(each.at_s, 4), each.num_prompt_tokens, each.max_tokens] for each in arrived],
-            "num_answered": len(self.answered),
-            "answered": [
-                [each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens, each.ttft_s, each.tpot_s]
-                for each in answered
-            ],
-        }
+        rows = {name: [astuple(each) for each in _thinned(getattr(self, name))] for name in _ROWS}
+        counts = {f"num_{name}": len(getattr(self, name)) for name in _ROWS}
+        record = {"number": self.number, "at": self.at, "num_waiting": self.num_waiting, **counts, **rows}
         return json.dumps(record).encode()
 
     @classmethod
@@ -57,40 +50,74 @@ class TrafficRecord:
         """Raises ValueError."""
         try:
             record: dict[str, Any] = json.loads(raw)
-            arrived = [Arrival(float(age_s), int(prompt), int(most)) for age_s, prompt, most in record["arrived"]]
+            arrived = [Arrival(float(at_s), int(prompt), int(most)) for at_s, prompt, most in record["arrived"]]
             answered = [
-                Answered(
-                    int(prompt), int(cached), int(output), float(ttft_s), None if tpot_s is None else float(tpot_s)
-                )
-                for prompt, cached, output, ttft_s, tpot_s in record["answered"]
+                Answered(float(at_s), float(end_s), int(prompt), int(cached), int(output), float(ttft_s), _time(tpot_s))
+                for at_s, end_s, prompt, cached, output, ttft_s, tpot_s in record["answered"]
             ]
+            running = [Running(float(at_s), int(prompt), int(output)) for at_s, prompt, output in record["running"]]
             return cls(
                 int(record["number"]),
                 float(record["at"]),
                 int(record["num_waiting"]),
                 _repeated(arrived, int(record["num_arrived"])),
                 _repeated(answered, int(record["num_answered"])),
+                _repeated(running, int(record["num_running"])),
             )
         except _UNREADABLE as error:
             raise ValueError(f"not the traffic of a router: {error}") from error
 
+    def on_clock(self, told_at: float) -> TrafficRecord:
+        """With moments on a clock that was at `told_at` then; and the other way round."""
+        return replace(
+            self,
+            arrived=[replace(each, at_s=told_at - each.at_s) for each in self.arrived],
+            answered=[
+                replace(each, arrived_at_s=told_at - each.arrived_at_s, ended_at_s=told_at - each.ended_at_s)
+                for each in self.answered
+            ],
+            running=[replace(each, arrived_at_s=told_at - each.arrived_at_s) for each in self.running],
+        )
+
+
+class Waiting(Protocol):
+    """`router.admission.Gate`."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+class HasRunning(Protocol):
+    """`router.history.History`."""
+
+    def running(self) -> Sequence[Running]: ...
+
+
+class Planned(Protocol):
+    """`router.plan_sharing.PlanSharing`."""
+
+    @property
+    def plans_here(self) -> bool: ...
+
 
 class TrafficSharing:
-    """`exchange` it with the store again and again. `plans_here` says on which side this router is."""
+    """`exchange` it with the store again and again. `plan` says on which side this router is."""
 
     def __init__(
         self,
         store: Store,
         observing: Observing,
-        num_waiting: Callable[[], int],
-        plans_here: Callable[[], bool],
+        gate: Waiting,
+        history: HasRunning,
+        plan: Planned,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._observing = observing
-        self._num_waiting = num_waiting
-        self._plans_here = plans_here
+        self._gate = gate
+        self._history = history
+        self._plan = plan
         self._clock = clock
         self._now = now
         self._writer = secrets.token_hex(8)
@@ -98,10 +125,11 @@ class TrafficSharing:
         self._looked_at: float | None = None
         self._read: dict[str, int] = {}  # the number of the last record, by router
         self.num_waiting_elsewhere = 0
+        self.running_elsewhere: Sequence[Running] = ()
 
     async def exchange(self) -> None:
         """Raises StoreAway."""
-        plans_here, now = self._plans_here(), self._clock()
+        plans_here, now = self._plan.plans_here, self._clock()
         if self._looked_at is not None and now - self._looked_at < (_READ_S if plans_here else _TELL_S):
             return
         self._looked_at = now
@@ -116,34 +144,35 @@ class TrafficSharing:
 
     async def _tell(self) -> None:
         arrived, answered = self._observing.take()
-        now = self._clock()
         self._number += 1
-        aged = [Arrival(now - each.at_s, each.num_prompt_tokens, each.max_tokens) for each in arrived]
-        record = TrafficRecord(self._number, self._now(), self._num_waiting(), aged, answered)
+        record = TrafficRecord(
+            self._number, self._now(), self._gate.num_waiting, arrived, answered, self._history.running()
+        ).on_clock(self._clock())
         await self._store.put(_KIND, self._writer, record.to_bytes(), _TTL_S)
 
     async def _read_others(self) -> None:
         raw_records = await self._store.records(_KIND)
         self._read = {writer: number for writer, number in self._read.items() if writer in raw_records}
-        num_waiting = 0
+        num_waiting, all_running = 0, list[Running]()
         for writer, raw in raw_records.items():
             if writer == self._writer:
                 continue
             try:
-                record = TrafficRecord.from_bytes(raw)
+                told = TrafficRecord.from_bytes(raw)
             except ValueError as error:  # of another version of this program
                 logger.debug("the traffic of router %s in the store is left alone: %s", writer, error)
                 continue
+            record = told.on_clock(self._clock() - max(0.0, self._now() - told.at))
             num_waiting += record.num_waiting
+            all_running += record.running
             if record.number != self._read.get(writer):
                 self._read[writer] = record.number
-                self._merge(record)
-        self.num_waiting_elsewhere = num_waiting
+                self._observing.merge(record.arrived, record.answered)
+        self.num_waiting_elsewhere, self.running_elsewhere = num_waiting, all_running
 
-    def _merge(self, record: TrafficRecord) -> None:
-        told_at = self._clock() - max(0.0, self._now() - record.at)
-        arrived = [Arrival(told_at - each.at_s, each.num_prompt_tokens, each.max_tokens) for each in record.arrived]
-        self._observing.merge(arrived, record.answered)
+
+def _time(value: object) -> float | None:
+    return None if value is None else float(str(value))
 
 
 def _thinned(rows: Sequence[Row]) -> Sequence[Row]:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from router.candidate import Candidate, Role, WorkerId
 from router.config import PlacementPolicy
 from router.demand import Demand
+from router.first_token import Prompt, first_token_s
 from router.fleet import Entry, Fleet, Lines, Pools
 from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_active_at, num_free_blocks_at, stepped, tpot_of
 
@@ -190,6 +191,15 @@ class Weighing:
         typical_s = (self._typical.byte_s or 0.0) * self._num_prompt_tokens * self._demand.token_bytes
         hidden_s = max(typical_s, self._token_s(sender) * self.num_uncached(sender.worker))
         return max(0.0, (stepped(typical_s, sender.speed.link) or 0.0) - hidden_s)
+
+    def first_token_s(self, entry: Entry) -> float | None:
+        """From now on; None where nothing is known. Where a worker decodes, too, its mean pace knows that best."""
+        worker, num_uncached = entry.worker, self.num_uncached(entry.worker)
+        paced_s = self.pace(entry).prefill_s(worker.num_queued_tokens + num_uncached)
+        if worker.role is not Role.PREFILL:
+            return paced_s
+        prompt = Prompt(self._num_prompt_tokens, self._num_prompt_tokens - num_uncached)
+        return first_token_s(worker, prompt, self._now, paced_s)
 
     def ready_in_s(self, prefill: Entry) -> float:
         """Until the prompt has been computed there; now, where that is not known."""

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from protos.errors import FailedPrecondition, ServiceError
-from router.candidate import Candidate, Role
+from router.candidate import Candidate, PrefillTimes, Role
 from router.dispatch import Dispatches
 from router.profile import WorkerProfile
 from router.shared_records import SentLoad
@@ -76,7 +76,12 @@ class Worker:
     def __post_init__(self) -> None:
         self.fingerprint = self.profile.layout.fingerprint  # it is a hash, and asked for with each placement
 
-    def candidate(self, is_ready: bool, now: float) -> Candidate:
+    @property
+    def is_leaving(self) -> bool:
+        """Whether what decodes here had better go on elsewhere."""
+        return self.is_drained or self.load.state is WorkerState.DRAINING or Role.DECODE not in self.role
+
+    def candidate(self, is_ready: bool, now: float, prefill_times: PrefillTimes | None = None) -> Candidate:
         """As placement sees it."""
         load, sent, other = self.load, self.dispatches, self.sent_elsewhere
         return Candidate(
@@ -103,4 +108,6 @@ class Worker:
             transfer_s=load.transfer_s,
             releases=sent.releases(now),
             flippable=self.profile.flippable,
+            prefill_times=prefill_times,
+            prompts=sent.prompts(),
         )

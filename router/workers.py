@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from model.kv_layout import KVLayout
 from protos.errors import FailedPrecondition, NotFound
 from router.cache_changes import CacheChanges
-from router.candidate import Role, WorkerId
+from router.candidate import Candidate, Role, WorkerId
 from router.dispatch import Dispatch, Dispatches
 from router.fleet import Fleet
+from router.fleet_models import FleetModels
+from router.measured_steps import Steps
 from router.placement import Placement
 from router.prefix_index import PrefixIndex
 from router.profile import Common, WorkerProfile, common_of, refuse_misfit
 from router.shared_records import SentLoad
+from router.step_costs import Experts
 from router.worker import DumpCache, Replaced, Worker, WorkerLoad, WorkerState
 
 _SETTLE_S = 0.1  # a report may have been under way for so long: what was sent since is counted beside it
@@ -28,13 +31,19 @@ _REMEMBER_LOST_S = 300.0
 
 
 class WorkerTable:
-    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches.
+    """`tokenizer_digest`, if given, is what every worker's must be. `prefixes`: what is in their prefix caches;
+    `models`: what their steps take.
 
     `on_eased` is called when a worker may have got less to do, `on_changed` when one came, went, or changed its role or
     state.
     """
 
-    def __init__(self, tokenizer_digest: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tokenizer_digest: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        experts: Experts | None = None,
+    ) -> None:
         self._tokenizer_digest = tokenizer_digest
         self._clock = clock
         self._workers: dict[str, Worker] = {}
@@ -45,6 +54,7 @@ class WorkerTable:
         self._stale: set[Worker] = set()  # not yet in the fleet as they are now
         self._by_age: dict[Worker, None] = {}  # the one first that was heard of longest ago, unless it is silent
         self.prefixes = PrefixIndex()
+        self.models = FleetModels(experts, clock)
         self.on_eased: Callable[[], None] = lambda: None
         self.on_changed: Callable[[], None] = lambda: None
 
@@ -74,6 +84,7 @@ class WorkerTable:
         self._workers[profile.id.name] = worker
         self._lost.pop(profile.id.name, None)
         self.prefixes.join(profile.id, profile.num_blocks)
+        self.models.join(profile)
         self._tell_dispatches(worker)
         self._notify()
         return worker
@@ -81,10 +92,10 @@ class WorkerTable:
     def report(self, worker: Worker, load: WorkerLoad) -> None:
         if worker.load.state is WorkerState.LOST:
             return  # replaced meanwhile
-        was_ready, was_leaving = self._is_ready(worker), _is_leaving(worker)
+        was_ready, was_leaving = self._is_ready(worker), worker.is_leaving
         worker.load, worker.is_reachable = load, True
         self._heard(worker)
-        if _is_leaving(worker) != was_leaving:
+        if worker.is_leaving != was_leaving:
             self._tell_dispatches(worker)
         if self._is_ready(worker) != was_ready:
             self._notify()
@@ -95,10 +106,16 @@ class WorkerTable:
         if worker.load.state is not WorkerState.LOST and self.prefixes.apply(worker.profile.id, changes):
             worker.commands.put_nowait(DumpCache())
 
+    def steps_measured(self, worker: Worker, steps: Sequence[Steps]) -> None:
+        """By that worker."""
+        if worker.load.state is not WorkerState.LOST:
+            self.models.observe(worker.profile.id, steps)
+
     def lost(self, worker: Worker) -> None:
         """Its stream has ended."""
         if worker.load.state is not WorkerState.LOST:
             self.prefixes.leave(worker.profile.id)
+            self.models.leave(worker.profile.id)
         worker.load = WorkerLoad(WorkerState.LOST)
         if self._workers.get(worker.profile.id.name) is worker:  # else it was replaced
             self._lost[worker.profile.id.name] = worker
@@ -118,14 +135,13 @@ class WorkerTable:
         return [worker.profile.id for worker in self._present() if self.state(worker) is WorkerState.SILENT]
 
     def set_role(self, name: str, role: Role) -> None:
-        """From the next placement on; the worker is told. Attempts that decode where nothing is to decode any more are
-        told to leave. `router.flips` looks after the rest.
+        """From the next placement on; the worker is told, and attempts that decode where they no longer are to.
 
         Raises:
             NotFound: no worker has this name.
             FailedPrecondition: it keeps its role.
         """
-        worker = self.registered(name)
+        worker = self.present(name)
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
         worker.role = role
@@ -140,11 +156,16 @@ class WorkerTable:
         Raises:
             NotFound: no worker has this name.
         """
-        worker = self.registered(name)
+        worker = self.present(name)
         worker.is_drained = is_drained
         self._stale.add(worker)
         self._tell_dispatches(worker)
         self._notify()
+
+    def registered(self, name: str) -> Candidate:
+        """As placement sees it. Raises NotFound: no worker has this name."""
+        worker = self.present(name)
+        return worker.candidate(self._is_ready(worker), self._clock())
 
     def sent_elsewhere(self, worker: Worker, load: SentLoad) -> None:
         """What other routers have sent there."""
@@ -176,7 +197,7 @@ class WorkerTable:
         if at_most is not None and (answer_s := placement.answer_s(at_most[0])) is not None:
             dispatch.ends_at, dispatch.num_blocks_in_all = dispatch.at + answer_s, at_most[1]
         dispatch.begin()
-        if decode is not None and _is_leaving(decode):
+        if decode is not None and decode.is_leaving:
             dispatch.leaving.set()
         return dispatch
 
@@ -188,7 +209,8 @@ class WorkerTable:
             self._stale.add(oldest)
         for worker in self._stale:
             if self._workers.get(worker.profile.id.name) is worker:
-                self._fleet.put(worker.candidate(self._is_ready(worker), now))
+                times = self.models.prefill_times_of(worker.profile.id, now)
+                self._fleet.put(worker.candidate(self._is_ready(worker), now, times))
         self._stale.clear()
         return self._fleet
 
@@ -229,13 +251,7 @@ class WorkerTable:
         except TimeoutError:
             return
 
-    def process(self, worker_id: WorkerId) -> Worker | None:
-        """None: this process has left, or another one has its name."""
-        worker = self._workers.get(worker_id.name)
-        is_there = worker is not None and worker.profile.id == worker_id and worker.load.state is not WorkerState.LOST
-        return worker if is_there else None
-
-    def registered(self, name: str) -> Worker:
+    def present(self, name: str) -> Worker:
         """Raises NotFound."""
         worker = self._workers.get(name)
         if worker is None or worker.load.state is WorkerState.LOST:
@@ -246,7 +262,7 @@ class WorkerTable:
     def _tell_dispatches(self, worker: Worker) -> None:
         for dispatch in worker.dispatches:
             if dispatch.decode is worker.dispatches:
-                if _is_leaving(worker):
+                if worker.is_leaving:
                     dispatch.leaving.set()
                 else:
                     dispatch.leaving.clear()
@@ -279,8 +295,3 @@ class WorkerTable:
 
     def _is_ready(self, worker: Worker) -> bool:
         return self.state(worker) is WorkerState.READY and worker.is_reachable
-
-
-def _is_leaving(worker: Worker) -> bool:
-    """Whether what decodes there had better go on elsewhere."""
-    return worker.is_drained or worker.load.state is WorkerState.DRAINING or Role.DECODE not in worker.role

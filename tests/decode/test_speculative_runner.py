@@ -13,6 +13,7 @@ from torch import Tensor
 from decode.decoding import DecodeSequence
 from decode.draft import Draft, DraftShape
 from decode.draft_head import DraftHead, HeadCard
+from decode.draft_log import DraftReport
 from decode.draft_model import DraftModelDrafter
 from decode.drafter import Drafter, Observed
 from decode.eagle import EagleDrafter
@@ -99,6 +100,11 @@ class Always:
     def withdraw(self, decoding: DecodeSequence) -> None: ...
 
     def forget(self, decoding: DecodeSequence) -> None: ...
+
+    reason = ""
+
+    def reports(self) -> Sequence[DraftReport]:
+        return ()
 
 
 def random_head(kind: str, target: TorchRunner, seed: int = 0) -> DraftHead:

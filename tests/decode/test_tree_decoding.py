@@ -14,7 +14,7 @@ from torch import Tensor
 from decode.acceptance import DraftOutcome
 from decode.decoding import DecodeSequence
 from decode.draft import Draft, DraftShape
-from decode.draft_planner import AdaptiveDrafts, FixedDrafts
+from decode.draft_planner import AdaptiveDrafts, FixedDrafts, outcomes
 from decode.draft_policy import DraftPolicy
 from decode.drafter import Observed
 from decode.eagle import EagleDrafter
@@ -333,6 +333,6 @@ class Told(AdaptiveDrafts):
     outcomes: list[DraftOutcome]
 
     def learn(self, results: Sequence[tuple[DecodeSequence, Outcome]], output: StepOutput, *, was_mixed: bool) -> None:
-        drafts = [self._draft(decoding, outcome) for decoding, outcome in results]
-        self.outcomes = [*getattr(self, "outcomes", []), *(draft for draft in drafts if draft and draft.num_drafted)]
+        drafts = outcomes(results, self._asked, self._outlooks)
+        self.outcomes = [*getattr(self, "outcomes", []), *(draft for draft in drafts if draft.num_drafted)]
         super().learn(results, output, was_mixed=was_mixed)

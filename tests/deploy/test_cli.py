@@ -35,7 +35,10 @@ def test_help_lists_the_commands_in_the_order_a_newcomer_needs_them() -> None:
     result = pdserve("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.partition("Commands:")[2].splitlines() if line]
-    assert " ".join(listed) == "demo up worker router generate chat status role drain pools decisions model plan key"
+    assert " ".join(listed) == (
+        "demo up worker router generate chat status role drain pools dashboard decisions requests traffic "
+        "model plan key"
+    )
 
 
 @pytest.mark.parametrize("command", [*cli.commands, "model build"])
@@ -191,6 +194,7 @@ def test_up_gives_its_workers_the_options_it_was_given() -> None:
         "--max-draft-tokens": "7",
         "--draft-length": "adaptive",
         "--draft-shape": "auto",
+        "--calibrate": "on",
         "--drain-s": "3.0",
     }
     worker_flags = {flag for parameter in cli.commands["worker"].params for flag in parameter.opts}
@@ -225,6 +229,36 @@ def test_up_opens_the_doors_it_is_told_to(arguments: list[str], http_port: int |
     config = cluster_config(context, context.params)
     assert config.http_port == http_port
     assert [each for each in config.router_arguments if "kserve" in each] == of_router
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port", "told"),
+    [
+        (["--dashboard-port", "8600"], 8600, []),
+        (["--dashboard-port", "0", "--insecure"], 0, ["--insecure"]),
+    ],
+)
+def test_up_starts_a_dashboard_if_told_to(arguments: list[str], port: int, told: list[str]) -> None:
+    context = cli.commands["up"].make_context("up", list(arguments))
+    page = cluster_config(context, context.params).page
+    assert page is not None and (page.port, list(page.arguments), page.is_encrypted) == (port, told, False)
+    context = cli.commands["up"].make_context("up", [])
+    assert cluster_config(context, context.params).page is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--name", "http://dash.example"], "'http://dash.example' is no host name"),
+        (["--host", "192.0.2.7"], "--host 192.0.2.7 can be reached from other machines"),
+        (["--router", "nowhere"], "'nowhere' is not of the form HOST:PORT"),
+        (["--tls-cert", "d.crt"], "there is a TLS certificate and no key"),
+    ],
+)
+def test_dashboard_refuses_what_cannot_be_meant(arguments: list[str], complaint: str) -> None:
+    result = pdserve("dashboard", *arguments)
+    assert result.exit_code != 0
+    assert complaint in " ".join(result.output.split())
 
 
 def test_fault_plan_of_the_environment_is_read_before_anything_else() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.cli import cli
 from model import sampling_params
-from protos import inference_pb2
+from protos import inference_pb2, insights_pb2
 from router import validation
 from router.request import DEFAULT_PRIORITY
 
@@ -54,6 +54,18 @@ def test_grpc_page_tells_every_field_of_a_request_with_its_limits() -> None:
     }.items():
         told = {int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", rows[name])}
         assert set(limits) <= told, name
+
+
+def test_grpc_page_tells_every_field_of_insights() -> None:
+    told = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "grpc.md").read_text().partition("## Looking inside")[2]))
+    messages = insights_pb2.DESCRIPTOR.message_types_by_name.values()
+    answers = [message for message in messages if not message.name.endswith("Response")]
+    missing = {
+        f"{message.name}.{field.name}" for message in answers for field in message.fields if field.name not in told
+    }
+    assert not missing
+    methods = {method.name for method in insights_pb2.DESCRIPTOR.services_by_name["Insights"].methods}
+    assert methods <= told
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from deploy.cli import cli
-from deploy.planning_options import planning_options, take_policy
+from deploy.planning_options import planning_options, take_policies
 from deploy.pools_view import duration, print_plan, print_preview
 from protos.client import PdserveClient
 from protos.plan_values import Flip, Plan, Sizes
-from router.config import PlanPolicy
+from router.config import SloPolicy, SteeringPolicy
 from tests.deploy.test_views import text_console, written
 from tests.router.fakes import running_fleet
 
@@ -146,13 +146,13 @@ async def test_from_the_command_to_the_workers_and_back() -> None:
 
 
 @contextmanager
-def taken(*arguments: str) -> Iterator[PlanPolicy]:
-    policies: list[PlanPolicy] = []
+def taken(*arguments: str) -> Iterator[dict[str, Any]]:
+    policies: list[dict[str, Any]] = []
 
     @click.command()
     @planning_options
     def command(**settings: Any) -> None:
-        policies.append(take_policy(settings))
+        policies.append(take_policies(settings))
         assert not settings
 
     result = CliRunner().invoke(command, arguments, standalone_mode=False)
@@ -162,13 +162,13 @@ def taken(*arguments: str) -> Iterator[PlanPolicy]:
 
 
 def test_options_of_the_router() -> None:
-    with taken() as policy:
-        assert policy == PlanPolicy()
-        assert policy.is_automatic and not policy.dry_run
+    with taken() as policies:
+        assert policies == {"steering": SteeringPolicy(), "slo": SloPolicy()}
+        assert SteeringPolicy().is_automatic and not SteeringPolicy().dry_run
     arguments = "--plan frozen --plan-dry-run --plan-every 5 --slo-ttft 0.2 --slo-tpot 0.03 --slo-share 0.95"
-    with taken(*arguments.split()) as policy:
-        wanted = PlanPolicy(False, dry_run=True, ttft_s=0.2, tpot_s=0.03, percentile=0.95, every_s=5.0)
-        assert policy == wanted
+    with taken(*arguments.split()) as policies:
+        steering = SteeringPolicy(is_automatic=False, dry_run=True, every_s=5.0)
+        assert policies == {"steering": steering, "slo": SloPolicy(0.2, 0.03, 0.95)}
     for wrong in ("--slo-ttft 0", "--slo-tpot -1", "--slo-share 1", "--plan-every 0"):
         with pytest.raises(click.BadParameter, match="is not in the range"), taken(*wrong.split()):
             pass

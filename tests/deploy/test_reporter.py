@@ -16,7 +16,10 @@ import pytest
 from deploy import reporter
 from deploy.cache_feed import CacheFeed
 from deploy.reporter import Reporter
+from deploy.step_feed import StepFeed
+from deploy.step_meter import StepMeter
 from model.block_pool import BlockPool
+from model.runner import Chunk, StepOutput
 from protos import workers_pb2, workers_pb2_grpc
 from protos.credentials import Credentials
 from protos.errors import FailedPrecondition, ServiceError, Unauthenticated
@@ -34,11 +37,14 @@ class Router(workers_pb2_grpc.WorkersServicer):
 
     def __init__(self, *ends: grpc.StatusCode | ServiceError | None, refusal: ServiceError | None = None) -> None:
         self.registered: asyncio.Queue[str] = asyncio.Queue()
+        self.steps: asyncio.Queue[workers_pb2.StepsReport] = asyncio.Queue()
         self._ends = list(ends)
         self._refusal = refusal
 
     async def Register(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for report in request_iterator:
+            if report.HasField("steps"):
+                self.steps.put_nowait(report.steps)
             if not report.HasField("hello"):
                 continue
             self.registered.put_nowait(report.hello.worker_id)
@@ -56,13 +62,18 @@ class Router(workers_pb2_grpc.WorkersServicer):
 
 @asynccontextmanager
 async def reporting_to(
-    router: Router, tls: TlsFiles | None = None, credentials: Credentials | None = None
+    router: Router,
+    tls: TlsFiles | None = None,
+    credentials: Credentials | None = None,
+    meter: StepMeter | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
     server = GrpcServer("127.0.0.1", 0, tls=tls)
     server.add(workers_pb2_grpc.add_WorkersServicer_to_server, router)
     await server.start()
     hello, load = workers_pb2.WorkerHello(worker_id="w"), workers_pb2.WorkerLoad()
-    reporter = Reporter(server.address, hello, lambda: load, CacheFeed(BlockPool(4)), credentials)
+    reporter = Reporter(
+        server.address, hello, lambda: load, CacheFeed(BlockPool(4)), StepFeed(meter or StepMeter()), credentials
+    )
     running = asyncio.create_task(reporter.run())
     try:
         yield running
@@ -83,6 +94,18 @@ async def test_a_stream_that_breaks_is_opened_again(monkeypatch: pytest.MonkeyPa
     async with reporting_to(router) as running, asyncio.timeout(5):
         assert [await router.registered.get() for _ in range(2)] == ["w", "w"]
         assert not running.done()
+
+
+async def test_steps_that_were_measured_go_out_with_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.step_feed._EVERY_S", 0.0)
+    monkeypatch.setattr(reporter, "_AT_LEAST_EVERY_S", 0.0)
+    router, meter = Router(), StepMeter()
+    async with reporting_to(router, meter=meter), asyncio.timeout(5):
+        await router.registered.get()
+        meter.observe([Chunk([1] * 100, 0, [0])], StepOutput((None,), 0.25))
+        (steps,) = (await router.steps.get()).prefill
+        assert (steps.num_tokens, steps.num_pairs, steps.step_s) == (100, 10000, 0.25)
+    assert meter.tallies == []
 
 
 async def test_a_secret_that_changes_while_it_runs_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from deploy import security_options
 from deploy.cli import cli
-from deploy.security_options import as_arguments, of_callers, taken_from
+from deploy.security_options import as_arguments, as_page_arguments, of_callers, taken_from
 from deploy.worker_config import WorkerConfig
 from protos.security import Exposed, Security
 from protos.tls import TlsFiles
@@ -125,6 +125,23 @@ def test_a_cluster_that_would_be_exposed_does_not_start() -> None:
 @pytest.mark.parametrize("is_worker", [False, True])
 def test_a_child_process_is_told_the_same(security: Security, is_worker: bool) -> None:
     assert taken_from(settings_of(*as_arguments(security)), is_worker=is_worker) == security
+
+
+def test_a_dashboard_is_told_what_it_has_flags_for() -> None:
+    security = Security(TlsFiles(CERTS.cert, CERTS.key, CERTS.ca, True, "pd"), SECRET, insecure=True)
+    arguments = [
+        "--tls-cert",
+        "a.crt",
+        "--tls-key",
+        "a.key",
+        "--tls-ca",
+        "ca.pem",
+        "--tls-peer-name",
+        "pd",
+        "--insecure",
+    ]
+    assert as_page_arguments(security) == arguments
+    assert as_page_arguments(Security(secret_file=SECRET)) == []
 
 
 def test_people_are_told_how_to_call_what_they_started() -> None:

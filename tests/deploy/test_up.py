@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from deploy.local import ClusterConfig, LocalCluster
@@ -47,7 +48,19 @@ class Up:
 @contextmanager
 def started_up(tiny_model: Path) -> Iterator[Up]:
     """Killed at the end, if it still runs."""
-    command = [*PDSERVE, "up", "--model", str(tiny_model), "--port", "0", "--http-port", "0", *TIMED]
+    command = [
+        *PDSERVE,
+        "up",
+        "--model",
+        str(tiny_model),
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--dashboard-port",
+        "0",
+        *TIMED,
+    ]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -96,8 +109,23 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_up_says_what_became_ready_and_how_to_call_it(up: Up) -> None:
     ready = [line.split()[:2] for line in up.said.splitlines() if "ready" in line]
     assert ready[0] == ["router", "ready"]
-    assert sorted(ready[1:]) == [["decode-0", "ready"], ["prefill-0", "ready"]]
-    assert len(up.child_ids) == 3
+    assert sorted(ready[1:]) == [["dashboard", "ready"], ["decode-0", "ready"], ["prefill-0", "ready"]]
+    assert len(up.child_ids) == 4
+
+
+def test_the_dashboard_that_up_names_shows_its_workers(up: Up) -> None:
+    found = re.search(r"^The dashboard.*: (http://\S+)$", up.said, re.MULTILINE)
+    assert found
+    with httpx2.Client(base_url=found[1], timeout=20) as client, client.stream("GET", "/api/stream") as stream:
+        lines = stream.iter_lines()
+        while next(lines) != "event: pools":
+            pass
+        pools = json.loads(next(lines).removeprefix("data: "))["data"]
+        assert "<title>pdserve</title>" in client.get("/").text
+    assert {worker["worker_id"]: worker["role"] for worker in pools["workers"]} == {
+        "prefill-0": "prefill",
+        "decode-0": "decode",
+    }
 
 
 def test_the_curl_line_that_up_prints_works(up: Up) -> None:
@@ -247,7 +275,7 @@ def test_killed_worker_is_started_again(up: Up) -> None:
 
 def test_interrupt_drains_and_leaves_no_process(up: Up) -> None:
     child_ids = up.child_ids
-    assert len(child_ids) == 3
+    assert len(child_ids) == 4
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(timeout=60) == 0
     assert up.process.stderr is not None
@@ -258,7 +286,7 @@ def test_interrupt_drains_and_leaves_no_process(up: Up) -> None:
 def test_killed_up_takes_its_processes_with_it(tiny_model: Path) -> None:
     with started_up(tiny_model) as up:
         child_ids = up.child_ids
-        assert len(child_ids) == 3
+        assert len(child_ids) == 4
         logs = Path(os.readlink(f"/proc/{child_ids[0]}/fd/1")).parent
         up.process.kill()
     wait_until_gone(child_ids)

@@ -16,6 +16,7 @@ from model.kv_layout import KVLayout
 from model.runner import Chunk, LayerDone, StepOutput
 from model.timed_runner import StepTiming, TimedRunner
 from protos.security import Security
+from router.measured_steps import Steps
 
 
 class Recorder(TimedRunner):
@@ -34,8 +35,8 @@ async def test_it_is_warm_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_
     runner, ran_before_serving = Recorder(), []
 
     class Worker:
-        def __init__(self, config: WorkerConfig, folder: Path, served: Recorder) -> None:
-            assert (folder, served) == (tmp_path, runner)
+        def __init__(self, config: WorkerConfig, folder: Path, served: Recorder, calibrated: Sequence[Steps]) -> None:
+            assert (folder, served, calibrated) == (tmp_path, runner, ())
 
         async def serve(self) -> None:
             ran_before_serving.extend(runner.ran)
@@ -43,5 +44,6 @@ async def test_it_is_warm_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(deploy.worker, "load_runner", lambda config, folder: runner)
     monkeypatch.setattr(deploy.worker, "Worker", Worker)
-    await serve_worker(cast(WorkerConfig, SimpleNamespace(model=str(tmp_path), security=Security())))
+    config = SimpleNamespace(model=str(tmp_path), security=Security(), calibrate="off")
+    await serve_worker(cast(WorkerConfig, config))
     assert ran_before_serving == [(0, 256), (256, 1), (256, 1)]  # a prompt, a decode step, and one with drafts

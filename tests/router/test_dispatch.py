@@ -143,6 +143,10 @@ class Events(RuleBasedStateMachine):
             assert self.workers[name].dispatches.num_in_hand == in_hand
             assert found.num_queued_tokens == load.queued_prefill_tokens + sum(unreported)
             assert found.num_active == max(load.num_running, sum(each.decode == here for each in open_))
+            prompts = [each for each in coming if here == (each.prefill or each.decode)]
+            assert found.prompts == tuple(
+                sorted((500.0 * each.at + each.num_tokens, each.num_tokens) for each in prompts)
+            )
             assert found.num_coming == sum(each.decode == here for each in coming)
             ends = sorted(
                 (each.at + 1.0 + each.num_tokens, each.num_blocks + 2) for each in open_ if each.decode == here

@@ -13,7 +13,7 @@ from protos import workers_pb2
 from protos.client import PdserveClient
 from protos.errors import FailedPrecondition, NotFound
 from protos.values import Sampling
-from router.candidate import Role, WorkerId
+from router.candidate import Role
 from router.decisions import Decisions
 from router.dispatch import Dispatch
 from router.flip import Flip, FlipState
@@ -21,7 +21,7 @@ from router.flips import MAX_FLIPS, Flips
 from router.placement import Placement
 from router.shared_records import SentLoad
 from router.store import MemoryStore
-from router.worker import Worker, WorkerState
+from router.worker import Worker
 from router.workers import WorkerTable
 from tests.router.asking import PROMPT, answer
 from tests.router.fakes import FakeFleet, plain_loop, ready_load
@@ -279,11 +279,3 @@ async def test_a_prompt_on_its_way_to_a_worker_is_decoded_elsewhere(fleet: FakeF
     (arrival,) = fleet.workers["d1" if flipped == ["d0"] else "d0"].decodes
     assert len(arrival.token_ids) < len(PROMPT) + 60  # soon after its first token, not seconds later
     assert workers_pb2.ROLE_PREFILL in fleet.workers[flipped[0]].commands
-
-
-def test_a_worker_of_that_name_is_another_process(pools: Pools) -> None:
-    assert pools.table.process(WorkerId("d0", "e1")) is pools.workers["d0"]
-    assert pools.table.process(WorkerId("d0", "e2")) is None
-    pools.table.lost(pools.workers["d0"])
-    assert pools.workers["d0"].load.state is WorkerState.LOST
-    assert pools.table.process(WorkerId("d0", "e1")) is None

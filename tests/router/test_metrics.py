@@ -6,12 +6,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from router.breaker import Breakers
 from router.candidate import Role, WorkerId
-from router.metrics import QueueCollector, WorkersCollector
+from router.fleet_models import KindModel
+from router.metrics import QueueCollector, StepModelsCollector, WorkersCollector
+from router.step_models import UNKNOWN
 from router.workers import WorkerTable
 from tests.router.test_workers import READY, profile
 
 
-def exported(collector: WorkersCollector | QueueCollector) -> set[str]:
+def exported(collector: WorkersCollector | QueueCollector | StepModelsCollector) -> set[str]:
     registry = CollectorRegistry()
     registry.register(collector)
     return {line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")}
@@ -39,3 +41,13 @@ def test_breakers_by_worker() -> None:
     lines = exported(WorkersCollector(table, breakers))
     assert 'pdserve_router_breaker_state{worker="p"} 0.0' in lines
     assert 'pdserve_router_breaker_state{worker="q"} 2.0' in lines
+
+
+def test_says_how_well_step_times_are_known() -> None:
+    lines = exported(StepModelsCollector(lambda: [KindModel("k", UNKNOWN, 0.5, 0.25, 0.03125, 0.0625, 2)]))
+    assert {
+        'pdserve_router_step_time_confidence{kind="k",step="prefill"} 0.5',
+        'pdserve_router_step_time_confidence{kind="k",step="decode"} 0.25',
+        'pdserve_router_step_time_error_ratio{kind="k",step="prefill"} 0.03125',
+        'pdserve_router_step_time_error_ratio{kind="k",step="decode"} 0.0625',
+    } <= lines

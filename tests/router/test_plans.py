@@ -13,16 +13,18 @@ import pytest
 from protos import plans_pb2, plans_pb2_grpc, workers_pb2
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
-from protos.errors import FailedPrecondition, InvalidArgument, Overloaded, PermissionDenied
+from protos.errors import FailedPrecondition, InvalidArgument, PermissionDenied
 from protos.values import Sampling
 from router.candidate import Role
-from router.config import AdmissionPolicy, PlanPolicy
-from router.observation import Answered, Arrival
+from router.config import SloPolicy, SteeringPolicy
+from router.observation import Answered, Arrival, Observation
+from router.observations import TimesNow
 from router.observing import Observing
 from router.plan_sharing import PlanSharing
 from router.plan_state import PlanMode, PlanState, Proposed, VersionedState
 from router.pool_plan import LoadForecast, PoolPlan, Proposal, RatioForecast
 from router.store import MemoryStore
+from router.worker import WorkerState
 from tests.router.asking import PROMPT, answer
 from tests.router.fakes import CARD, FakeFleet, running_fleet
 from tests.router.test_decisions import Users
@@ -54,10 +56,13 @@ async def test_what_holds_at_first(plans: plans_pb2_grpc.PlansStub, fleet: FakeF
     async with asyncio.timeout(10):
         while not (status := await plans.GetPlan(plans_pb2.GetPlanRequest())).planned_by:
             await asyncio.sleep(0.01)
-    slo = plans_pb2.Slo(ttft_s=0.5, tpot_s=0.05, percentile=0.9)
+    slo = plans_pb2.Slo(ttft_s=1.0, tpot_s=0.1, percentile=0.9)
     wanted = plans_pb2.PlanStatus(
         mode=plans_pb2.PLAN_MODE_AUTO, slo=slo, num_prefill=2, num_decode=2, planned_by=fleet.router.address
     )
+    (times,) = status.step_times
+    assert times.num_workers == 4
+    status.ClearField("step_times")
     assert status == wanted
 
 
@@ -174,22 +179,26 @@ async def test_who_may_only_read_may_not_set_it() -> None:
 
 
 async def test_a_router_begins_as_it_was_told() -> None:
-    policy = PlanPolicy(is_automatic=False, dry_run=True, ttft_s=0.2, tpot_s=0.03, percentile=0.99)
-    async with running_fleet(1, 1, plan=policy) as fleet, PdserveClient(fleet.router.address) as client:
+    policy, slo = SteeringPolicy(is_automatic=False, dry_run=True), SloPolicy(0.2, 0.03, 0.99)
+    async with running_fleet(1, 1, steering=policy, slo=slo) as fleet, PdserveClient(fleet.router.address) as client:
         plan = await client.get_plan()
         assert (plan.mode, plan.dry_run) == ("frozen", True)
         assert (plan.slo_ttft_s, plan.slo_tpot_s, plan.slo_share) == (0.2, 0.03, 0.99)
 
 
 class Saying:
-    def propose(self, observation: object) -> Proposal:
+    def __init__(self) -> None:
+        self.seen: list[Observation] = []
+
+    def propose(self, observation: Observation) -> Proposal:
+        self.seen.append(observation)
         return PROPOSAL
 
 
 async def test_what_the_planner_says_is_told() -> None:
-    policy = PlanPolicy(is_automatic=False, every_s=0.01)
+    policy = SteeringPolicy(is_automatic=False, every_s=0.01)
     async with (
-        running_fleet(2, 2, plan=policy, planner=Saying()) as fleet,
+        running_fleet(2, 2, steering=policy, planner=Saying()) as fleet,
         PdserveClient(fleet.router.address) as client,
     ):
         async with asyncio.timeout(10):
@@ -259,42 +268,59 @@ async def test_the_later_state_holds_and_what_the_store_has_lost_is_put_again() 
     assert json.loads((await store.records("plan"))["state"])["version"] == 2
 
 
-async def test_requests_are_seen_as_they_come_and_as_they_are_answered(fleet: FakeFleet, client: PdserveClient) -> None:
-    observing = fleet.router._observing
-    await answer(client, Sampling(max_tokens=6))
-    await answer(client, Sampling(max_tokens=1))
-    async for _ in client.generate(PROMPT, sampling=Sampling(max_tokens=4), n=2):
-        pass
-    await fleet.settled()
-    arrived, answered = observing.take()
-    assert [(each.num_prompt_tokens, each.max_tokens) for each in arrived] == [(21, 6), (21, 1), (21, 8)]
-    assert [each.at_s for each in arrived] == sorted(each.at_s for each in arrived)
-    told = [(each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens) for each in answered]
-    assert told == [(21, 1, 6), (21, 1, 1), (21, 2, 8)]
-    assert [each.tpot_s is None for each in answered] == [False, True, False]
-    assert all(each.ttft_s > 0 for each in answered)
-    assert observing.take() == ([], [])
+async def test_the_planner_is_told_of_requests_and_workers() -> None:
+    """As they come, while they run, and once they are answered."""
+    saying, go_on = Saying(), asyncio.Event()
+
+    async def hold(attempt_id: str, count: int) -> None:
+        if count == len(PROMPT) + 5:
+            await go_on.wait()
+
+    steering = SteeringPolicy(is_automatic=False, every_s=0.01)
+    async with (
+        running_fleet(1, 1, planner=saying, steering=steering) as fleet,
+        PdserveClient(fleet.router.address) as client,
+    ):
+        fixed = profile("f", Role.PREFILL, flippable=False, tokenizer_digest=CARD.tokenizer_digest)
+        layout = next(iter(fleet.router.table.workers())).profile.layout
+        fleet.router.table.register(replace(fixed, layout=layout), replace(READY, state=WorkerState.DRAINING))
+        fleet.workers["d0"].hooks["decode.token"] = hold
+        answering = asyncio.create_task(answer(client, Sampling(max_tokens=8)))
+        async with asyncio.timeout(10):
+            while not any(each.num_output_tokens == 5 for seen in saying.seen for each in seen.running):
+                await asyncio.sleep(0.01)
+        go_on.set()
+        await answering
+        await answer(client, Sampling(max_tokens=1))
+        async with asyncio.timeout(10):
+            while len([each for seen in saying.seen for each in seen.answered]) < 2:
+                await asyncio.sleep(0.01)
+        await fleet.settled()
+    arrived = [each for seen in saying.seen for each in seen.arrived]
+    assert [(each.num_prompt_tokens, each.max_tokens) for each in arrived] == [(21, 8), (21, 1)]
+    answered = [each for seen in saying.seen for each in seen.answered]
+    assert [(each.num_prompt_tokens, each.num_output_tokens) for each in answered] == [(21, 8), (21, 1)]
+    assert [each.tpot_s is None for each in answered] == [False, True]
+    running = next(each for seen in saying.seen for each in seen.running)
+    assert (running.num_prompt_tokens, running.arrived_at_s <= arrived[0].at_s) == (21, True)
+    last = saying.seen[-1]
+    assert (last.fixed, {worker.id.name for worker in last.workers}) == ({"f"}, {"p0", "d0", "f"})
+    assert isinstance(last.models, TimesNow)  # as they were: in another thread
+    assert last.models.confidences_of(last.workers[0].id) == (0.0, 0.0)
 
 
-async def test_requests_that_are_refused_for_load_are_seen_too() -> None:
-    async with running_fleet(1, 1, admission=AdmissionPolicy(max_queued=0)) as fleet:
-        async with PdserveClient(fleet.router.address) as client:
-            fleet.router._observing.arrived(100, 40)
-            with pytest.raises(Overloaded):
-                await answer(client, Sampling(max_tokens=6))
-        arrived, answered = fleet.router._observing.take()
-        assert [(each.num_prompt_tokens, each.max_tokens) for each in arrived] == [(100, 40), (100, 40)]
-        assert answered == []
-
-
-def test_of_very_many_the_newest_are_kept() -> None:
+def test_of_very_many_the_newest_are_kept_and_means_stand_for_those_that_were_not_read() -> None:
     clock = Clock()
     observing = Observing(clock, most=3)
-    observing.refused_unread()  # nobody knows how long it would be
+    observing.refused(had_arrived=False)  # nobody knows how long it would be
     for number in range(10):
-        clock.now += 1
-        observing.arrived(number, 5)
-        observing.answered(Answered(number, 0, 1, 0.1, None))
+        observing.arrived(Arrival(clock.now + number, number, 5))
+        observing.answered(Answered(1.0, 2.0, number, 0, 1, 0.1, None))
     arrived, answered = observing.take()
-    assert arrived == [Arrival(1000.0 + number + 1, number, 5) for number in (7, 8, 9)]
+    assert arrived == [Arrival(1000.0 + number, number, 5) for number in (7, 8, 9)]
     assert [each.num_prompt_tokens for each in answered] == [7, 8, 9]
+    observing = Observing(clock)
+    observing.arrived(Arrival(1.0, 100, 40))
+    observing.refused(had_arrived=True)
+    observing.refused(had_arrived=False)
+    assert observing.take() == ([Arrival(1.0, 100, 40), Arrival(clock.now, 100, 40)], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import astuple
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvtransfer.transfer_meter import TransferMeter
 from model.runner import Chunk, SampledToken, StepOutput
 from model.sampling_params import SamplingParams
 from router.simulated_meter import SimulatedMeter
+from router.step_tally import StepTally
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -26,21 +28,27 @@ class Clock:
 def test_says_what_the_real_meter_says(seed: int) -> None:
     rng, clock = random.Random(seed), Clock()
     real, simulated = StepMeter(clock), SimulatedMeter(clock)
+    real.tallies.append(tally := StepTally())
     for _ in range(12):
         clock.now += rng.choice([0.0, 0.0, 20.0, 90.0])
         if rng.random() < 0.3:
             num_tokens = rng.randint(2, 500)
             clock.now += 0.2
             real.observe([a_chunk(num_tokens)], StepOutput((None,), 0.2))
-            simulated.prefilled(num_tokens, 0.2)
+            simulated.prefilled(num_tokens, 0.2, num_tokens * num_tokens)
+            assert simulated.tally.take() == tally.take()
         else:
-            number, first_s, more_s, num_sequences = rng.randint(1, 40), 0.02, 1e-4, rng.randint(1, 5)
+            number, first_s, more_s, num_sequences = rng.randint(1, 15), 0.02, 1e-4, rng.randint(1, 5)
             tokens = tuple(SampledToken(1) for _ in range(num_sequences))
             for index in range(number):
                 step_s = first_s + index * more_s
-                real.observe([a_chunk(1)] * num_sequences, StepOutput(tokens, step_s))
+                chunk = Chunk([1], 1100 + index, [0], GREEDY, [1] * (1101 + index), 1)
+                real.observe([chunk] * num_sequences, StepOutput(tokens, step_s))
                 clock.now += step_s * (index < number - 1)
-            simulated.decoded(number, num_sequences, first_s, first_s + (number - 1) * more_s, 1.0)
+            last_s = first_s + (number - 1) * more_s
+            simulated.decoded(number, num_sequences, first_s, last_s, 1.0, num_sequences * (1101 + (number - 1) / 2))
+            (told,), (expected,) = simulated.tally.take(), tally.take()
+            assert astuple(told) == pytest.approx(astuple(expected))
         for name in ("prefill_tokens_per_s", "decode_batch", "tokens_per_step"):
             assert getattr(simulated, name) == pytest.approx(getattr(real, name), rel=1e-2), name
         assert simulated.decode_step_s == pytest.approx(real.decode_step_s, rel=1e-2)

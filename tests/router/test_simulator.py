@@ -13,7 +13,8 @@ from router.observation import Observation
 from router.outcomes import Slo, Totals
 from router.scenario import Delays, Failure, RoleChange, Scenario
 from router.simulator import simulate
-from router.step_costs import Experts
+from router.step_costs import Experts, StepCosts
+from router.synthetic_trace import Lengths, Phase, synthetic_trace
 from router.traced_request import TracedRequest
 from tests.router.simulations import COSTS, LAYOUT, a_worker, p_and_d, played
 
@@ -254,6 +255,31 @@ def test_a_planner_is_asked_and_obeyed() -> None:
     assert (seen[0].answered[0].num_prompt_tokens, seen[0].answered[0].num_output_tokens) == (100, 5)
     assert [len([w for w in observed.workers if w.role is Role.PREFILL]) for observed in seen[:3]] == [1, 1, 2]
     assert {outcome.decode for outcome in outcomes if outcome.at_s > 2.0} == {"d0"}
+
+
+def test_a_planner_is_told_what_was_learnt_and_not_what_is_true() -> None:
+    """One worker of a kind is 30 % slower; one of another kind says nothing of these."""
+    load = Phase(90.0, 12.0, Lengths(300, 0.8, 16, 2000), Lengths(40, 0.8, 2, 200))
+    true = StepCosts(0.02, 1e-4, 1e-8, 0.01, 5e-4, 1e-7)
+    workers = p_and_d(3, 2, costs=true, num_blocks=4000, max_step_tokens=512)
+    workers[0] = replace(workers[0], costs=true.scaled(1.3))
+    workers.append(a_worker("idle", Role.PREFILL, flippable=False, hardware="other", costs=true.scaled(50.0)))
+    seen: list[Observation] = []
+
+    def planner(observed: Observation) -> Mapping[str, Role]:
+        seen.append(observed)
+        return {}
+
+    simulate(Scenario(workers, LAYOUT, planner=planner, plan_every_s=1.0), synthetic_trace([load], seed=3))
+    models = seen[-1].models
+    assert models is not None
+    costs = {worker.id.name: models.costs_of(worker.id) for worker in seen[-1].workers}
+    for name in ("p1", "p2", "d0"):
+        assert costs[name].decode_s(8, 4000) == pytest.approx(true.decode_s(8, 4000), rel=0.03)
+        assert costs[name].prefill_s([(300, 300)]) == pytest.approx(true.prefill_s([(300, 300)]), rel=0.03)
+    assert costs["p0"].prefill_s([(300, 300)]) == pytest.approx(1.3 * true.prefill_s([(300, 300)]), rel=0.05)
+    d0 = next(worker.id for worker in seen[-1].workers if worker.id.name == "d0")
+    assert min(models.confidences_of(d0)) > 0.7
 
 
 def test_totals_count_what_was_promised() -> None:

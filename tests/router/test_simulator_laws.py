@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from router.candidate import Role
 from router.outcomes import Outcome
-from router.scenario import Delays, Failure, RoleChange, Scenario
+from router.scenario import Delays, Failure, RoleChange, Scenario, WorkerSpec
 from router.simulator import Simulation
 from router.traced_request import TracedRequest
 from tests.router.simulations import COSTS, LAYOUT, a_worker, assert_at_rest
@@ -106,6 +106,21 @@ def test_what_always_holds(scenario: Scenario, trace: list[TracedRequest]) -> No
             assert outcome.worst_gap_s >= outcome.tpot_s - 1e-9
             last_s = outcome.at_s + outcome.ttft_s + outcome.tpot_s * (outcome.num_output_tokens - 1)
             assert abs(outcome.ended_at_s - last_s) <= 0.004
+
+
+def test_one_that_comes_back_stops_once() -> None:
+    """Preempted behind a token that it had got already, it stops at the same round as it would have."""
+
+    def worker(name: str, role: Role, link_bytes_per_s: float, max_running: int = 1) -> WorkerSpec:
+        options = {"num_blocks": 100, "max_step_tokens": 64, "max_running": max_running}
+        return a_worker(name, role, link_bytes_per_s=link_bytes_per_s, **options)
+
+    workers = [worker("w0", Role.PREFILL, 1e7), worker("w1", Role.DECODE, 1e5)]
+    workers += [worker("w2", Role.PREFILL, 1e5), worker("w3", Role.DECODE, 1e7, max_running=3)]
+    rows = [(0.0, 1, 1), (0.0, 1271, 43), (1.0, 209, 2), (2.0, 18, 33)]
+    trace = [TracedRequest(at_s, num_prompt, num_output) for at_s, num_prompt, num_output in rows]
+    outcomes = run(Scenario(workers, LAYOUT, failures=[Failure(0.0, "w1")]), trace, watched=True)
+    assert sorted(outcome.num_output_tokens for outcome in outcomes) == [1, 2, 33, 43]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from protos.errors import FailedPrecondition, InvalidArgument
 from router.candidate import Role
-from router.config import PlanPolicy
+from router.config import SteeringPolicy
 from router.decisions import Decisions
 from router.flips import Flips
 from router.observation import Arrival, Observation
@@ -63,7 +63,7 @@ class Router:
         self.scaler = FlipScaler(self.table, self.flips)
         self.planner = Scripted()
         self.arrived: list[Arrival] = []
-        policy = PlanPolicy(every_s=EVERY_S)
+        policy = SteeringPolicy(every_s=EVERY_S)
         self.steering = Steering(
             policy, self.sharing, self.scaler, self.decisions, self._observe, self.planner, clock, clock
         )

@@ -1,0 +1,218 @@
+"""How many workers are to prefill and how many to decode: asked again and again, with what was observed since. Pure.
+
+Every ratio is tried on the requests that are expected (`router.replay`), from the queues as they are now, and under
+more load than is expected: it is worth the share of requests that meet both SLOs. Rate matching with queueing, bursts
+and long tails follows from that by itself. Roles change only where the same requests tell two ratios apart beyond
+chance, and by more than the change costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from router.candidate import Candidate, Role
+from router.load_watch import LoadWatch
+from router.observation import LearntTimes, Observation
+from router.outcomes import Slo
+from router.outlook import Outlook
+from router.pool_plan import PoolPlan, Proposal, RatioForecast
+from router.replay import replay
+from router.role_choice import choose_roles
+
+_LOADS = ((1.0, 0.6), (1.3, 0.25), (1.8, 0.15))  # times what is expected, and how much that counts
+_HOPELESS = 0.2  # so much less attainment than another ratio under the first load: the others are not tried
+_MOST_RATIOS = 24  # that are tried each time
+_LEAST_ANSWERS = 8  # to plan for
+_EARLY_S = 30.0  # from the first request on: long answers are not known, and only what is clear is changed
+_LEAST_CONFIDENCE = 0.2  # in the step times, to plan with them
+_SHARE = 0.9  # of the times that a ratio is said to give
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """`flip_s`: how long a worker does nothing while its role changes. `ahead_s`: how far ahead the load is forecast.
+
+    A change is made at once where it gains `clear_gain` of what is to come, and with `least_gain` only after it
+    has been proposed `num_confirmations` times in a row; `least_sigmas` is how far beyond chance it has to be. Workers
+    that have changed their role are left alone for `cool_down_s`.
+    """
+
+    slo: Slo
+    flip_s: float = 0.5
+    ahead_s: float = 10.0
+    settle_s: float = 5.0
+    cool_down_s: float = 60.0
+    least_gain: float = 0.03
+    clear_gain: float = 0.1
+    least_sigmas: float = 3.0
+    num_confirmations: int = 3
+    most_wait_s: float = math.inf  # at the router: who would wait longer is refused
+    max_step_tokens: int = 2048
+    block_size: int = 16
+
+
+@dataclass(slots=True)
+class _Option:
+    """A way to share the workers: the roles that would change. `scores`: by load and request, as `Played` has them.
+    `worth`: their mean over all loads."""
+
+    roles: Mapping[str, Role]
+    forecast: RatioForecast
+    scores: list[list[float]]
+
+    @property
+    def worth(self) -> float:
+        return sum(weight * fmean(scores) for (_, weight), scores in zip(_LOADS, self.scores, strict=False))
+
+
+class Planner:
+    """`propose` remembers what it has seen."""
+
+    def __init__(self, policy: PlanPolicy, seed: int = 0) -> None:
+        self._policy = policy
+        self._watch = LoadWatch(seed)
+        self._plan: PoolPlan | None = None
+        self._flipped_at_s = -math.inf
+        self._wanted: tuple[int, int] | None = None  # sizes that were proposed last, and how often in a row
+        self._num_wanted = 0
+        self._confidence = 0.0
+
+    def propose(self, observation: Observation) -> Proposal:
+        self._watch.observe(observation)
+        workers = [worker for worker in observation.workers if worker.is_ready and worker.role is not Role.BOTH]
+        num_prefill = sum(worker.role is Role.PREFILL for worker in workers)
+        if not 0 < num_prefill < len(workers):
+            return self._keep(num_prefill, len(workers), "as it is: a role has no worker that is ready")
+        if self._watch.is_idle or self._watch.num_answers < _LEAST_ANSWERS:
+            return self._keep(num_prefill, len(workers), "as it is: too little has come lately to plan for")
+        models = observation.models
+        self._confidence = 0.0 if models is None else min(_confidence(models, worker) for worker in workers)
+        if models is None or self._confidence < _LEAST_CONFIDENCE:
+            return self._keep(num_prefill, len(workers), "as it is: it is not known yet how long steps take")
+        outlook = self._outlook(workers, observation, models)
+        options = self._options(outlook)
+        best = max(options, key=lambda option: (option.worth, -len(option.roles)))
+        as_is = next(option for option in options if not option.roles)
+        chosen, reason = self._chosen(as_is, best, observation.now_s)
+        if chosen.roles:
+            self._flipped_at_s = observation.now_s
+        plan = self._planned(chosen.forecast, reason)
+        gain = best.forecast.goodput - as_is.forecast.goodput
+        return Proposal(plan, chosen.roles, outlook.forecast, tuple(option.forecast for option in options), gain)
+
+    def _keep(self, num_prefill: int, num_workers: int, reason: str) -> Proposal:
+        sizes = RatioForecast(num_prefill, num_workers - num_prefill, 0.0, 0.0, 0.0, 1.0)
+        return Proposal(self._planned(sizes, reason))
+
+    def _planned(self, ratio: RatioForecast, reason: str) -> PoolPlan:
+        """With a new epoch only where the sizes are others."""
+        sizes, before = (ratio.num_prefill, ratio.num_decode), self._plan
+        is_new = before is None or (before.num_prefill, before.num_decode) != sizes
+        epoch = (0 if before is None else before.epoch) + is_new
+        self._plan = PoolPlan(epoch, *sizes, reason, ratio.goodput, self._confidence)
+        return self._plan
+
+    def _outlook(self, workers: Sequence[Candidate], observation: Observation, models: LearntTimes) -> Outlook:
+        policy, watch = self._policy, self._watch
+        per_s = watch.requests_per_s(policy.ahead_s)
+        expected = watch.expected(per_s)
+        return Outlook(
+            workers=workers,
+            costs={worker.id.name: models.costs_of(worker.id) for worker in workers},
+            expected=expected,
+            forecast=watch.forecast(per_s, expected),
+            running=watch.running(),
+            num_waiting=observation.num_waiting,
+            fixed=observation.fixed,
+            flip_s=policy.flip_s,
+            max_step_tokens=policy.max_step_tokens,
+            block_size=policy.block_size,
+        )
+
+    def _options(self, outlook: Outlook) -> list[_Option]:
+        """By number of prefill workers, the one without changes among them."""
+        choices: list[Mapping[str, Role]] = []
+        for num_prefill in _ratios(len(outlook.workers), outlook.num_prefill):
+            if num_prefill == outlook.num_prefill:
+                choices.append({})
+            roles = choose_roles(outlook, num_prefill)
+            if roles:
+                choices.append(roles)
+        options = [self._option(outlook, roles) for roles in choices]
+        least = max(option.forecast.attainment for option in options) - _HOPELESS
+        for option in options:
+            if option.forecast.attainment >= least:
+                self._load_more(outlook, option)
+        return options
+
+    def _option(self, outlook: Outlook, roles: Mapping[str, Role]) -> _Option:
+        """Under the load that is expected."""
+        prefill, decode = outlook.pools(roles)
+        played = replay(outlook.expected, prefill, decode, self._policy.most_wait_s)
+        scores = played.scores(self._policy.slo)
+        attainment = scores.count(1.0) / len(scores)
+        ratio = RatioForecast(
+            num_prefill=len(prefill.free_at_s),
+            num_decode=decode.num_workers,
+            ttft_s=_at(_SHARE, played.ttfts_s),
+            tpot_s=_at(_SHARE, played.tpots_s),
+            goodput=attainment * outlook.forecast.requests_per_s,
+            attainment=attainment,
+        )
+        return _Option(roles, ratio, [scores])
+
+    def _load_more(self, outlook: Outlook, option: _Option) -> None:
+        prefill, decode = outlook.pools(option.roles)
+        for load, _ in _LOADS[1:]:
+            closer = [replace(request, at_s=request.at_s / load) for request in outlook.expected]
+            option.scores.append(replay(closer, prefill, decode, self._policy.most_wait_s).scores(self._policy.slo))
+
+    def _chosen(self, as_is: _Option, best: _Option, now: float) -> tuple[_Option, str]:
+        """Whether to change, and why (not)."""
+        policy, gain = self._policy, best.worth - as_is.worth
+        is_clear = fmean(best.scores[0]) - fmean(as_is.scores[0]) >= policy.clear_gain
+        sizes = best.forecast.num_prefill, best.forecast.num_decode
+        self._num_wanted = self._num_wanted + 1 if sizes == self._wanted else 1
+        self._wanted = sizes
+        told = f"{best.forecast.attainment:.0%} within the SLOs, {as_is.forecast.attainment:.0%} as it is"
+        to = f"{sizes[0]} prefill and {sizes[1]} decode"
+        if not best.roles or gain <= 0:
+            return as_is, f"as it is: no other ratio is better; {told}"
+        if not _is_beyond_chance(as_is, best, policy.least_sigmas) or gain < policy.least_gain:
+            return as_is, f"as it is: {to} would hardly be better; {told}"
+        if now - self._flipped_at_s < (policy.settle_s if is_clear else policy.cool_down_s):
+            return as_is, f"as it is: roles changed {now - self._flipped_at_s:.0f} s ago; {to} would be better: {told}"
+        is_early = self._watch.past_s < _EARLY_S
+        if not is_clear and (is_early or self._num_wanted < policy.num_confirmations):
+            return as_is, f"as it is, until {to} has been found better {policy.num_confirmations} times; {told}"
+        return best, f"{to}: {told}"
+
+
+def _confidence(models: LearntTimes, worker: Candidate) -> float:
+    """In what it would do after a change as well."""
+    return min(models.confidences_of(worker.id))
+
+
+def _is_beyond_chance(as_is: _Option, best: _Option, least_sigmas: float) -> bool:
+    """A paired test: how differently the same requests fare, against how much that varies among them."""
+    pairs = zip(as_is.scores, best.scores, strict=False)
+    gains = [after - before for old, new in pairs for before, after in zip(old, new, strict=True)]
+    return sum(gains) > least_sigmas * math.sqrt(sum(gain * gain for gain in gains))
+
+
+def _ratios(num_workers: int, num_now: int) -> list[int]:
+    """Numbers of prefill workers: all, or of many about so many, more closely around the one there is."""
+    every = range(1, num_workers)
+    if len(every) <= _MOST_RATIOS:
+        return list(every)
+    stride = math.ceil(2 * num_workers / _MOST_RATIOS)
+    near = range(max(1, num_now - _MOST_RATIOS // 4), min(num_workers, num_now + _MOST_RATIOS // 4 + 1))
+    return sorted({*every[::stride], *near})
+
+
+def _at(share: float, values: Sequence[float]) -> float:
+    """By nearest rank."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
