@@ -264,7 +264,7 @@ async def test_a_prompt_on_its_way_to_a_worker_is_decoded_elsewhere(fleet: FakeF
             (worker,) = (each for each in fleet.router.table.workers() if each.dispatches.num_coming)
             flipped.append(worker.profile.id.name)
             await client.set_role(flipped[0], "prefill")
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.0)
 
     async def slowly(attempt_id: str, count: int) -> None:
         await asyncio.sleep(0.01)
@@ -276,6 +276,7 @@ async def test_a_prompt_on_its_way_to_a_worker_is_decoded_elsewhere(fleet: FakeF
     tokens, _, summary = await answer(client, Sampling(max_tokens=120))
     assert tokens == plain_loop(PROMPT, 120)
     assert summary.usage.num_moves == 1
+    assert (await client.get_plan()).flips[0].num_moved == 1
     (arrival,) = fleet.workers["d1" if flipped == ["d0"] else "d0"].decodes
     assert len(arrival.token_ids) < len(PROMPT) + 60  # soon after its first token, not seconds later
     assert workers_pb2.ROLE_PREFILL in fleet.workers[flipped[0]].commands

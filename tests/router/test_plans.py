@@ -26,7 +26,7 @@ from router.pool_plan import LoadForecast, PoolPlan, Proposal, RatioForecast
 from router.store import MemoryStore
 from router.worker import WorkerState
 from tests.router.asking import PROMPT, answer
-from tests.router.fakes import CARD, FakeFleet, running_fleet
+from tests.router.fakes import CARD, POLICY, FakeFleet, running_fleet
 from tests.router.test_decisions import Users
 from tests.router.test_sharing import Clock
 from tests.router.test_workers import READY, profile
@@ -307,6 +307,22 @@ async def test_the_planner_is_told_of_requests_and_workers() -> None:
     assert (last.fixed, {worker.id.name for worker in last.workers}) == ({"f"}, {"p0", "d0", "f"})
     assert isinstance(last.models, TimesNow)  # as they were: in another thread
     assert last.models.confidences_of(last.workers[0].id) == (0.0, 0.0)
+
+
+async def test_one_that_waits_is_none_that_workers_have() -> None:
+    saying, steering = Saying(), SteeringPolicy(is_automatic=False, every_s=0.01)
+    policy = replace(POLICY, wait_for_worker_s=30.0)
+    async with (
+        running_fleet(1, 0, policy=policy, planner=saying, steering=steering) as fleet,
+        PdserveClient(fleet.router.address) as client,
+    ):
+        waiting = asyncio.create_task(answer(client, Sampling(max_tokens=6)))
+        async with asyncio.timeout(10):
+            while not any(seen.num_waiting for seen in saying.seen):
+                await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert [each for seen in saying.seen for each in seen.running] == []
 
 
 def test_of_very_many_the_newest_are_kept_and_means_stand_for_those_that_were_not_read() -> None:

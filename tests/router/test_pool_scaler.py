@@ -81,7 +81,11 @@ def test_fixed_workers_may_forbid_it() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(Role), st.integers(0, 9), st.booleans()), min_size=2, max_size=9),
+    st.lists(
+        st.tuples(st.sampled_from([Role.PREFILL, Role.DECODE, Role.BOTH]), st.integers(0, 9), st.booleans()),
+        min_size=2,
+        max_size=9,
+    ),
     st.integers(1, 9),
     st.integers(1, 9),
 )

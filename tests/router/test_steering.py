@@ -275,6 +275,18 @@ async def test_one_plans_and_another_one_once_that_is_gone() -> None:
     assert len(second.planner.seen) == num_asked
 
 
+async def test_who_finds_the_lease_with_another_one_plans_no_more() -> None:
+    routers = Routers(2)
+    first, second = routers.all
+    await routers.pass_time(1)
+    assert first.sharing.plans_here
+    routers.store.lose_all()
+    routers.clock.now += 2
+    await second.sharing.exchange()
+    await first.sharing.exchange()
+    assert (first.sharing.plans_here, second.sharing.plans_here) == (False, True)
+
+
 async def test_while_the_store_is_away_nobody_flips_and_it_goes_on_after() -> None:
     routers = Routers(2)
     first, second = routers.all
