@@ -129,7 +129,7 @@ def play(setting: Setting, measured: Measured, seed: int, *, flips: bool = True)
     }
     step_costs = costs(TIMING, measured.step_s)
     workers = [WorkerSpec(name, role, step_costs, NUM_BLOCKS, STEP_TOKENS, MAX_RUNNING) for name, role in roles.items()]
-    changes = [RoleChange(setting.flip_at_s, setting.flipped, Role.PREFILL, hands_over=False)] if flips else []
+    changes = [RoleChange(setting.flip_at_s, setting.flipped, Role.PREFILL)] if flips else []
     delays = Delays(message_s=measured.message_s, hand_over_s=2 * measured.message_s)
     outcomes: list[Outcome] = []
     simulate(Scenario(workers, LAYOUT, delays, role_changes=changes, seed=seed), setting.trace, outcomes.append)

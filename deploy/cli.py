@@ -21,6 +21,7 @@ from deploy.logs import configure_logging
 from deploy.model_commands import model
 from deploy.plan_command import plan
 from deploy.policy_options import policy_options, take_policies
+from deploy.pools_command import pools
 from deploy.process import follow_parent
 from deploy.store_options import store_options
 from deploy.tracing import otlp_option, traced
@@ -270,6 +271,7 @@ def drain(worker_id: str, undo: bool, wait_s: float, router_address: str, connec
         raise click.exceptions.Exit(1)
 
 
+cli.add_command(pools)
 cli.add_command(dashboard)
 cli.add_command(decisions)
 cli.add_command(requests)

@@ -239,7 +239,11 @@ def as_arguments(context: click.Context, is_wanted: Callable[[click.Parameter], 
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if is_wanted(parameter) and value is not None:
-            arguments += [parameter.opts[0], str(value)]
+            is_switch = isinstance(parameter, click.Option) and parameter.is_flag
+            if is_switch:
+                arguments += [(parameter.opts if value else parameter.secondary_opts)[0]]
+            else:
+                arguments += [parameter.opts[0], str(value)]
     return arguments
 
 

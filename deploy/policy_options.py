@@ -1,13 +1,15 @@
-"""All that `pdserve router` and `pdserve up` let people say about how requests are admitted and placed."""
+"""All that `pdserve router` and `pdserve up` let people say: how to admit, to place and to plan."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from deploy import admission_options, placement_options
+from deploy import admission_options, placement_options, planning_options
 from deploy.options import group_of
 
-policy_options = group_of(admission_options.admission_options, placement_options.placement_options)
+policy_options = group_of(
+    admission_options.admission_options, placement_options.placement_options, planning_options.planning_options
+)
 
 
 def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
@@ -15,4 +17,5 @@ def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "admission": admission_options.take_policy(settings),
         "placement": placement_options.take_policy(settings),
+        **planning_options.take_policies(settings),
     }

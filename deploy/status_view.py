@@ -38,7 +38,10 @@ async def change_role(
         async with connect(router_address) as client:
             await client.set_role(worker_id, role, deadline_s=_DEADLINE_S)
             status = await client.get_status(deadline_s=_DEADLINE_S)
+            plan = await client.get_plan(deadline_s=_DEADLINE_S)
     out.print(f"{worker_id} is used for {role} from the next request on.")
+    if plan.mode == "frozen":
+        out.print("Roles are set by hand only, until `pdserve pools auto` hands them to the planner.")
     print_what_is_missing(status, router_address, out)
 
 

@@ -8,11 +8,12 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from protos import inference_pb2, insights_pb2, workers_pb2
+from protos import inference_pb2, insights_pb2, plans_pb2, workers_pb2
 from protos.credentials import Credentials
 from protos.direct import Direct
 from protos.errors import InvalidArgument
 from protos.insight_values import RequestSummary, Traffic, WorkerInsights
+from protos.plan_values import MODES, Plan
 from protos.resuming import Asked, Resuming, generated
 from protos.routers import Routers
 from protos.secret import ClusterSecret
@@ -155,7 +156,8 @@ class PdserveClient:
         )
 
     async def set_role(self, worker_id: str, role: str, *, deadline_s: float | None = None) -> None:
-        """Uses a worker for prefill, decode or both, from the next request on."""
+        """Uses a worker for prefill, decode or both, from the next request on. If the pools were planned automatically,
+        they no longer are: `set_plan("auto")` hands them back."""
         if role not in ROLES:
             raise InvalidArgument(f"role is {role!r}; it must be one of {', '.join(ROLES)}", field="role")
         request = workers_pb2.SetRoleRequest(worker_id=worker_id, role=ROLES[role])
@@ -179,11 +181,48 @@ class PdserveClient:
                 yield Summary.from_message(message) if message.HasField("usage") else Chunk.from_message(message)
 
     async def list_decisions(self, limit: int | None = None, *, deadline_s: float | None = None) -> list[Decision]:
-        """Roles and drains that were set, newest first. `limit`: 1 to 1,000, 100 by default."""
+        """What was set and planned, and how roles changed, newest first. `limit`: 1 to 1,000, 100 by default."""
         with _readable("limit: ", "limit"):
             request = workers_pb2.ListDecisionsRequest(limit=limit)
         response = await self._routers.ask(lambda router: router.pools.ListDecisions(request, timeout=deadline_s))
         return [Decision.from_message(message) for message in response.decisions]
+
+    async def get_plan(self, *, deadline_s: float | None = None) -> Plan:
+        """Who sizes the pools, what the planner says, and how changes of roles went lately."""
+        request = plans_pb2.GetPlanRequest()
+        return Plan.from_message(
+            await self._routers.ask(lambda router: router.plans.GetPlan(request, timeout=deadline_s))
+        )
+
+    async def set_plan(
+        self,
+        mode: str,
+        *,
+        num_prefill: int = 0,
+        num_decode: int = 0,
+        for_s: float | None = None,
+        dry_run: bool | None = None,
+        preview: bool = False,
+        reason: str = "",
+        deadline_s: float | None = None,
+    ) -> Plan:
+        """`mode`: auto, manual (with sizes, `for_s` seconds long, an hour by default) or frozen. A `preview` changes
+        nothing, and tells which workers would change their role."""
+        if mode not in MODES:
+            raise InvalidArgument(f"mode is {mode!r}; it must be one of {', '.join(MODES)}", field="mode")
+        with _readable():
+            request = plans_pb2.SetPlanRequest(
+                mode=MODES[mode],
+                num_prefill=num_prefill,
+                num_decode=num_decode,
+                for_s=for_s,
+                dry_run=dry_run,
+                preview=preview,
+                reason=reason,
+            )
+        return Plan.from_message(
+            await self._routers.ask(lambda router: router.plans.SetPlan(request, timeout=deadline_s))
+        )
 
     async def get_traffic(self, window_s: float | None = None, *, deadline_s: float | None = None) -> Traffic:
         """How requests have fared at this router lately. `window_s`: 10 to 3,600, 60 by default."""

@@ -58,7 +58,7 @@ class _FlipStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FlipState.V
     FLIP_STATE_DONE: _FlipState.ValueType  # 2
     """nothing of the old role runs there any more"""
     FLIP_STATE_FAILED: _FlipState.ValueType  # 3
-    """the worker has left, or could not be emptied in time"""
+    """the worker has left, got another role meanwhile, or could not be emptied in time"""
 
 class FlipState(_FlipState, metaclass=_FlipStateEnumTypeWrapper): ...
 
@@ -68,7 +68,7 @@ FLIP_STATE_RUNNING: FlipState.ValueType  # 1
 FLIP_STATE_DONE: FlipState.ValueType  # 2
 """nothing of the old role runs there any more"""
 FLIP_STATE_FAILED: FlipState.ValueType  # 3
-"""the worker has left, or could not be emptied in time"""
+"""the worker has left, got another role meanwhile, or could not be emptied in time"""
 Global___FlipState: _TypeAlias = FlipState  # noqa: Y015
 
 @_typing.final
@@ -217,6 +217,7 @@ class Flip(_message.Message):
     TOOK_S_FIELD_NUMBER: _builtins.int
     NUM_MOVED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     before: _workers_pb2.Role.ValueType
     after: _workers_pb2.Role.ValueType
@@ -226,6 +227,8 @@ class Flip(_message.Message):
     num_moved: _builtins.int
     """sequences that were handed over for it"""
     reason: _builtins.str
+    problem: _builtins.str
+    """of one that failed"""
     @_builtins.property
     def at(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -239,10 +242,11 @@ class Flip(_message.Message):
         took_s: _builtins.float = ...,
         num_moved: _builtins.int = ...,
         reason: _builtins.str = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "at", b"at", "before", b"before", "num_moved", b"num_moved", "reason", b"reason", "state", b"state", "took_s", b"took_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "at", b"at", "before", b"before", "num_moved", b"num_moved", "problem", b"problem", "reason", b"reason", "state", b"state", "took_s", b"took_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

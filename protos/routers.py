@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import grpc.aio
 
-from protos import inference_pb2_grpc, insights_pb2_grpc, workers_pb2_grpc
+from protos import inference_pb2_grpc, insights_pb2_grpc, plans_pb2_grpc, workers_pb2_grpc
 from protos.channel import open_channel, service_errors
 from protos.credentials import Credentials
 from protos.errors import is_connection_failure
@@ -23,6 +23,7 @@ class Router:
     channel: grpc.aio.Channel
     inference: inference_pb2_grpc.InferenceStub
     pools: workers_pb2_grpc.PoolsStub
+    plans: plans_pb2_grpc.PlansStub
     insights: insights_pb2_grpc.InsightsStub
 
     @property
@@ -74,5 +75,11 @@ class Routers:
 
 def _opened(address: str, credentials: Credentials | None) -> Router:
     channel = open_channel(address, credentials)
-    inference, pools = inference_pb2_grpc.InferenceStub(channel), workers_pb2_grpc.PoolsStub(channel)
-    return Router(address, channel, inference, pools, insights_pb2_grpc.InsightsStub(channel))
+    return Router(
+        address,
+        channel,
+        inference_pb2_grpc.InferenceStub(channel),
+        workers_pb2_grpc.PoolsStub(channel),
+        plans_pb2_grpc.PlansStub(channel),
+        insights_pb2_grpc.InsightsStub(channel),
+    )

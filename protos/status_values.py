@@ -15,7 +15,7 @@ STATES = {
     workers_pb2.WORKER_STATE_LOST: "lost",
     workers_pb2.WORKER_STATE_SILENT: "silent",
 }
-_ROLE_NAMES = {role: name for name, role in ROLES.items()}
+ROLE_NAMES = {role: name for name, role in ROLES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class WorkerStatus:
             epoch=hello.epoch,
             address=hello.address,
             metrics_address=hello.metrics_address,
-            role=_ROLE_NAMES.get(message.role, "unknown"),
+            role=ROLE_NAMES.get(message.role, "unknown"),
             flippable=hello.flippable,
             state=STATES[load.state],
             model_name=hello.model_name,
@@ -103,14 +103,20 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was set at a router, and by whom."""
+    """What was decided at a router, by whom and why."""
 
     at: datetime  # in UTC
-    what: str  # role, drain, no drain
-    worker_id: str
-    role: str  # of what is a role
+    what: str  # role, drain, no drain; plan, proposal, manual, auto, frozen; flip done, flip failed
+    worker_id: str  # empty where it is about the pools
+    role: str  # of what is a role or a flip
     key: str  # the name of it; empty where none is asked for
     router: str  # its address
+    reason: str = ""
+    gain: float = 0.0  # of a plan or a proposal: requests a second within the SLOs, as predicted
+    num_prefill: int = 0  # of what is about the pools
+    num_decode: int = 0
+    took_s: float = 0.0  # of a flip
+    num_moved: int = 0
 
     @staticmethod
     def from_message(message: workers_pb2.Decision) -> Decision:
@@ -121,4 +127,10 @@ class Decision:
             role=message.role,
             key=message.key,
             router=message.router,
+            reason=message.reason,
+            gain=message.gain,
+            num_prefill=message.num_prefill,
+            num_decode=message.num_decode,
+            took_s=message.took_s,
+            num_moved=message.num_moved,
         )

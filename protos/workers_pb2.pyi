@@ -648,15 +648,34 @@ class Decision(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     ROUTER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_FIELD_NUMBER: _builtins.int
+    NUM_DECODE_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    NUM_MOVED_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """role, drain, no drain; later versions may have others"""
+    """role, drain, no drain: of a worker. plan (carried out), proposal (in a dry run), manual, auto, frozen: of the pools.
+    flip done, flip failed: how a change of a role went. Later versions may have others.
+    """
     worker_id: _builtins.str
     role: _builtins.str
-    """of what is a role: prefill, decode, both"""
+    """of what is a role or a flip: prefill, decode, both"""
     key: _builtins.str
     """name of the API key that was shown; empty where none is asked for"""
     router: _builtins.str
-    """address of the one that was asked"""
+    """address of the one that was asked, or that plans"""
+    reason: _builtins.str
+    """for people"""
+    gain: _builtins.float
+    """of a plan or a proposal: requests a second within the SLOs, as predicted"""
+    num_prefill: _builtins.int
+    """workers, of what is about the pools"""
+    num_decode: _builtins.int
+    took_s: _builtins.float
+    """of a flip"""
+    num_moved: _builtins.int
+    """sequences that were handed over for it"""
     @_builtins.property
     def at(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -668,10 +687,16 @@ class Decision(_message.Message):
         role: _builtins.str = ...,
         key: _builtins.str = ...,
         router: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        gain: _builtins.float = ...,
+        num_prefill: _builtins.int = ...,
+        num_decode: _builtins.int = ...,
+        took_s: _builtins.float = ...,
+        num_moved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "key", b"key", "role", b"role", "router", b"router", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "gain", b"gain", "key", b"key", "num_decode", b"num_decode", "num_moved", b"num_moved", "num_prefill", b"num_prefill", "reason", b"reason", "role", b"role", "router", b"router", "took_s", b"took_s", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

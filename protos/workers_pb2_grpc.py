@@ -140,7 +140,9 @@ class PoolsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Changes roles from the next request on; what runs is finished where it runs.
+        """Changes roles from the next request on. What decodes on a worker that is no longer to decode is handed over to others
+        while it runs; its prompts are finished there. FAILED_PRECONDITION if no worker in service were left for a role.
+        If the pools were planned automatically, they no longer are: see Plans.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +157,8 @@ class PoolsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListDecisions(self, request, context):
-        """What was set with these two, at any of the routers that share a store, newest first; the last 1,000 are kept.
+        """What was set with these two and with Plans, what planning has changed, and how it went, at any of the routers that
+        share a store, newest first; the last 1,000 are kept.
         UNAVAILABLE while the store is away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,13 +36,17 @@ class PoolsStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_workers_pb2.GetStatusRequest, _workers_pb2.Status]
     SetRole: _aio.UnaryUnaryMultiCallable[_workers_pb2.SetRoleRequest, _workers_pb2.SetRoleResponse]
-    """Changes roles from the next request on; what runs is finished where it runs."""
+    """Changes roles from the next request on. What decodes on a worker that is no longer to decode is handed over to others
+    while it runs; its prompts are finished there. FAILED_PRECONDITION if no worker in service were left for a role.
+    If the pools were planned automatically, they no longer are: see Plans.
+    """
     SetDraining: _aio.UnaryUnaryMultiCallable[_workers_pb2.SetDrainingRequest, _workers_pb2.SetDrainingResponse]
     """Draining: places nothing new on a worker, and hands what decodes there over to others, while it runs. Its prompts
     are finished there. It has no request any more once Status says so.
     """
     ListDecisions: _aio.UnaryUnaryMultiCallable[_workers_pb2.ListDecisionsRequest, _workers_pb2.ListDecisionsResponse]
-    """What was set with these two, at any of the routers that share a store, newest first; the last 1,000 are kept.
+    """What was set with these two and with Plans, what planning has changed, and how it went, at any of the routers that
+    share a store, newest first; the last 1,000 are kept.
     UNAVAILABLE while the store is away.
     """
 
@@ -60,7 +64,10 @@ class PoolsServicer(metaclass=_abc_1.ABCMeta):
         request: _workers_pb2.SetRoleRequest,
         context: _aio.ServicerContext[_workers_pb2.SetRoleRequest, _abc.Awaitable[_workers_pb2.SetRoleResponse]],
     ) -> _abc.Awaitable[_workers_pb2.SetRoleResponse]:
-        """Changes roles from the next request on; what runs is finished where it runs."""
+        """Changes roles from the next request on. What decodes on a worker that is no longer to decode is handed over to others
+        while it runs; its prompts are finished there. FAILED_PRECONDITION if no worker in service were left for a role.
+        If the pools were planned automatically, they no longer are: see Plans.
+        """
 
     @_abc_1.abstractmethod
     def SetDraining(
@@ -78,7 +85,8 @@ class PoolsServicer(metaclass=_abc_1.ABCMeta):
         request: _workers_pb2.ListDecisionsRequest,
         context: _aio.ServicerContext[_workers_pb2.ListDecisionsRequest, _abc.Awaitable[_workers_pb2.ListDecisionsResponse]],
     ) -> _abc.Awaitable[_workers_pb2.ListDecisionsResponse]:
-        """What was set with these two, at any of the routers that share a store, newest first; the last 1,000 are kept.
+        """What was set with these two and with Plans, what planning has changed, and how it went, at any of the routers that
+        share a store, newest first; the last 1,000 are kept.
         UNAVAILABLE while the store is away.
         """
 

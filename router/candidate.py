@@ -62,6 +62,7 @@ class Candidate:
     decode_age_s: float = 0.0
     transfer_bytes: float = 0.0  # of its hand-overs lately, and how long they were under way
     transfer_s: float = 0.0
+    flippable: bool = field(default=True, kw_only=True)  # whether its role may be changed
     releases: tuple[tuple[float, int], ...] = ()  # (when, blocks) of sequences that will have ended, soonest first
     prefill_times: PrefillTimes | None = None
     prompts: tuple[tuple[float, int], ...] = ()  # to be prefilled here: rank, as in `router.first_token`, and tokens

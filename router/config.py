@@ -49,6 +49,19 @@ class AdmissionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class SteeringPolicy:
+    """How the pools get their sizes, until somebody says otherwise.
+
+    `is_automatic`: a planner decides. `dry_run`: it only says what it would do.
+    """
+
+    is_automatic: bool = True
+    dry_run: bool = False
+    every_s: float = 10.0  # from plan to plan
+    flip_deadline_s: float = 600.0  # a change of a role that takes longer has failed
+
+
+@dataclass(frozen=True, slots=True)
 class SloPolicy:
     """What is promised: the first token and, on average, each later one in time, to this share of requests."""
 
@@ -87,6 +100,7 @@ class RouterConfig:
     admission: AdmissionPolicy = AdmissionPolicy()
     placement: PlacementPolicy = PlacementPolicy()
     slo: SloPolicy = SloPolicy()
+    steering: SteeringPolicy = SteeringPolicy()
     security: Security = field(default_factory=Security)
     keys_file: Path | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)

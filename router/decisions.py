@@ -1,4 +1,4 @@
-"""Who has set which role or drain when: the newest of it in the store, where all routers append theirs and read all."""
+"""What was decided when, by whom and why: the newest in the store, where all routers append theirs and read all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from protos.errors import Unavailable
 from router.shared_records import Decision
@@ -30,9 +31,9 @@ class Decisions:
         self._pending: deque[Decision] = deque(maxlen=_MAX_PENDING)
         self._writing = asyncio.Lock()
 
-    def add(self, what: str, worker: str, role: str = "", by: str = "") -> None:
-        """It gets into the store with the next `write` that succeeds."""
-        self._pending.append(Decision(self._now(), self._address(), what, worker, role, by))
+    def add(self, what: str, worker: str = "", role: str = "", by: str = "", **more: Any) -> None:
+        """It gets into the store with the next `write` that succeeds. `more`: the other fields of a `Decision`."""
+        self._pending.append(Decision(self._now(), self._address(), what, worker, role, by, **more))
 
     async def write(self) -> None:
         """Raises StoreAway; what was not written then is next time. One at a time, so that they keep their order."""

@@ -25,7 +25,7 @@ class Dispatch:
     `num_tokens` have to be computed. Of the decode worker `num_blocks` are for the prompt, and `num_blocks_in_all` are
     given back by `ends_at`, if that is known: an answer may end before its last token, but not after it.
 
-    `leaving` is set while its decode worker takes nothing new: the sequence had better go elsewhere. `eased` is called
+    `leaving` is set while its decode worker is to be emptied: the sequence had better go elsewhere. `eased` is called
     when some of the load has ended.
     """
 
@@ -55,16 +55,22 @@ class Dispatch:
                 dispatches.prefilled(self)
             self.eased()
 
+    @property
+    def prefills_on(self) -> Dispatches | None:
+        """Where its prompt is computed."""
+        return self.decode if self.prefill is None else self.prefill
+
+    def handed_over(self) -> None:
+        """The sequence has gone on elsewhere; what is left of this is to be ended."""
+        if self.decode is not None:
+            self.decode.num_handed_over += 1
+
     def end(self) -> None:
         stay_s = None if self.prefilled_at is None else self.clock() - self.prefilled_at
         self.prefilled()  # or never will be
         for dispatches in self._places():
             dispatches.end(self, stay_s)
         self.eased()
-
-    @property
-    def prefills_on(self) -> Dispatches | None:
-        return self.decode if self.prefill is None else self.prefill
 
     def _places(self) -> list[Dispatches]:
         return [dispatches for dispatches in (self.prefill, self.decode) if dispatches is not None]
@@ -78,6 +84,7 @@ class Dispatches:
         self.num_decoding = 0  # or on their way to
         self.num_coming = 0  # of those that decode here, until they are prefilled
         self.num_coming_blocks = 0
+        self.num_handed_over = 0  # to other workers, in all
         self._num_stays = 0
         self._mean_stay_s = 0.0
         self.num_unreported_tokens = 0  # of those that prefill here, until they have or a report has them

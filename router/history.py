@@ -19,7 +19,7 @@ from typing import Protocol
 
 from protos.errors import DeadlineExceeded, LimitExceeded, Overloaded, ServiceError
 from router.followed import Followed
-from router.observation import Answered, Arrival
+from router.observation import Answered, Arrival, Running
 from router.request import Request
 from router.request_summary import answered_of, summary_of
 from router.timeline import RequestClock
@@ -82,6 +82,18 @@ class History:
         arrival = Arrival(self._clock(), request.num_known_tokens, request.max_new_tokens)
         for observer in self._observers:
             observer.arrived(arrival)
+
+    def running(self) -> list[Running]:
+        """Those that workers have."""
+        return [
+            Running(
+                followed.clock.received_at,
+                followed.num_prompt_tokens,
+                sum(answer.num_relayed - len(answer.known) for answer in followed.answers),
+            )
+            for followed in self._running.values()
+            if followed.was_admitted
+        ]
 
     def newest(self, limit: int, *, running_only: bool = False) -> list[bytes]:
         """Serialized RequestSummary messages, those that came last first."""

@@ -62,6 +62,10 @@ def command_message(command: Role | DumpCache | Routers) -> workers_pb2.RouterCo
     return workers_pb2.RouterCommand(set_role=_ROLES[command])
 
 
+def role_value(role: Role) -> workers_pb2.Role.ValueType:
+    return _ROLES[role]
+
+
 def role_from_value(value: int, field: str) -> Role:
     role = _ROLES_BY_VALUE.get(value)
     if role is None:
@@ -225,6 +229,12 @@ def decision_message(decision: Decision) -> workers_pb2.Decision:
         role=decision.role,
         key=decision.by,
         router=decision.router,
+        reason=decision.reason,
+        gain=decision.gain,
+        num_prefill=decision.num_prefill,
+        num_decode=decision.num_decode,
+        took_s=decision.took_s,
+        num_moved=decision.num_moved,
     )
 
 

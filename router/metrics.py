@@ -35,6 +35,16 @@ RETRIES = Counter("pdserve_router_retries", "Requests placed again before their 
 RESUMES = Counter("pdserve_router_resumes", "Requests placed again after their first token.")
 DIRECT = Counter("pdserve_router_direct_attempts", "Attempts whose answer a client reads at the decode worker.")
 MOVES = Counter("pdserve_router_moves", "Running sequences taken away from a decode worker that leaves.", ["outcome"])
+FLIPS = Counter(
+    "pdserve_router_flips", "Changes of a worker's role that were asked for here, by how they ended.", ["outcome"]
+)
+FLIP_SECONDS = Histogram(
+    "pdserve_router_flip_seconds",
+    "From the change of a role until nothing of the old one ran there any more.",
+    buckets=_SECONDS,
+)
+FLIP_MOVES = Counter("pdserve_router_flip_moves", "Running sequences that left a worker for a change of its role.")
+PLANNER_FAILURES = Counter("pdserve_router_planner_failures", "Plans that came to nothing, as the planner failed.")
 STORE_AWAY = Gauge("pdserve_router_store_away", "1 while the store that routers share does not answer.")
 PLACEMENTS = Counter("pdserve_router_placements", "Attempts, by what decided where they went.", ["grounds"])
 TTFT_RATIO = Histogram(

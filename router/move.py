@@ -50,8 +50,12 @@ async def moved(
             await dispatch.leaving.wait()
             await asyncio.sleep(_SPREAD_S * rng.random())  # all that runs there is told at once
             continue  # it may have been taken back
-        move = await _try_to_move(attempt, demand(), failed, placer) if dispatch.is_prefilled else None
+        if not dispatch.is_prefilled:
+            await asyncio.sleep(_RETRY_S)  # nothing has failed yet
+            continue
+        move = await _try_to_move(attempt, demand(), failed, placer)
         if move is not None:
+            dispatch.handed_over()
             return move
         await asyncio.sleep(retry_s * rng.uniform(0.5, 1))
         retry_s = min(2 * retry_s, _MAX_RETRY_S)

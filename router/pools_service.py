@@ -12,6 +12,7 @@ from protos.caller import current_caller
 from protos.calls import Context
 from protos.errors import InvalidArgument, ServiceError
 from router.decisions import MAX_DECISIONS, Decisions
+from router.flips import Flips
 from router.links import Links
 from router.messages import (
     changes_from_message,
@@ -23,6 +24,7 @@ from router.messages import (
     status_of,
 )
 from router.service import InferenceService
+from router.steering import Steering
 from router.step_messages import steps_from_message
 from router.worker import Routers, Worker
 from router.workers import WorkerTable
@@ -86,8 +88,18 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
 class PoolsService(workers_pb2_grpc.PoolsServicer):
     """`metrics_address` is the router's own, once it is known."""
 
-    def __init__(self, table: WorkerTable, model_name: str, inference: InferenceService, decisions: Decisions) -> None:
+    def __init__(
+        self,
+        table: WorkerTable,
+        model_name: str,
+        inference: InferenceService,
+        decisions: Decisions,
+        flips: Flips,
+        steering: Steering,
+    ) -> None:
         self._table = table
+        self._flips = flips
+        self._steering = steering
         self._model_name = model_name
         self._inference = inference
         self._decisions = decisions
@@ -114,10 +126,11 @@ class PoolsService(workers_pb2_grpc.PoolsServicer):
         )
 
     async def SetRole(self, request: workers_pb2.SetRoleRequest, context: Context) -> workers_pb2.SetRoleResponse:
-        role = role_from_value(request.role, "role")
-        self._table.set_role(request.worker_id, role)
-        logger.info("worker %s is used for %s from now on", request.worker_id, role.name)
-        self._decisions.add("role", request.worker_id, str(role.name).lower(), by=current_caller.get().key)
+        role, by = role_from_value(request.role, "role"), current_caller.get().key
+        is_changed = self._flips.set_roles({request.worker_id: role}, "set by hand", by)
+        self._decisions.add("role", request.worker_id, str(role.name).lower(), by=by)
+        if is_changed:
+            self._steering.role_was_set(request.worker_id, by)
         return workers_pb2.SetRoleResponse()
 
     async def SetDraining(

@@ -30,6 +30,17 @@ end
 return found
 """
 
+_CLAIM = """
+local key = KEYS[1] .. ':' .. ARGV[1]
+local held = redis.call('GET', key)
+if held and held ~= ARGV[2] then
+    return held
+end
+redis.call('SET', key, ARGV[2], 'PX', ARGV[3])
+redis.call('SADD', KEYS[1], ARGV[1])
+return ARGV[2]
+"""
+
 
 class RedisStore:
     """`url` as redis-py has it: redis://, rediss:// (TLS) or unix://. `namespace` keeps deployments apart.
@@ -44,6 +55,7 @@ class RedisStore:
             url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S, retry=None, health_check_interval=0
         )
         self._records = self._redis.register_script(_RECORDS)
+        self._claim = self._redis.register_script(_CLAIM)
 
     async def put(self, kind: str, name: str, value: bytes, ttl_s: float) -> None:
         with self._errors():
@@ -51,6 +63,11 @@ class RedisStore:
                 pipe.set(f"{self._key(kind)}:{name}", value, px=max(1, round(ttl_s * 1000)))
                 pipe.sadd(self._key(kind), name)
                 await pipe.execute()
+
+    async def claim(self, kind: str, name: str, value: bytes, ttl_s: float) -> bytes:
+        with self._errors():
+            ttl_ms = max(1, round(ttl_s * 1000))
+            return cast(bytes, await self._claim(keys=[self._key(kind)], args=[name, value, ttl_ms]))
 
     async def remove(self, kind: str, name: str) -> None:
         with self._errors():

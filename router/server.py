@@ -22,7 +22,7 @@ from model.config import ModelConfig
 from model.grammar import Grammars
 from model.model_source import resolve_model
 from model.tokenizer import Tokenizer
-from protos import insights_pb2_grpc, kserve_pb2_grpc, workers_pb2_grpc
+from protos import insights_pb2_grpc, kserve_pb2_grpc, plans_pb2_grpc, workers_pb2_grpc
 from protos.caller import Authenticator
 from protos.guard import Guard
 from protos.serve import GrpcServer, drain_on_signal, serve_metrics
@@ -31,22 +31,30 @@ from router.admission import Gate
 from router.card import ModelCard
 from router.config import RouterConfig
 from router.decisions import Decisions
+from router.flips import Flips
 from router.history import History
 from router.insights_service import InsightsService
 from router.keys import KeyFile
 from router.kserve_service import KServeService
 from router.links import Links
 from router.metrics import QueueCollector, StepModelsCollector, WorkersCollector
+from router.observations import Observations
+from router.observing import Observing
 from router.placement import can_serve
+from router.plan_sharing import PlanSharing
+from router.plans_service import PlansService
+from router.pool_scaler import FlipScaler
 from router.pools_service import PoolsService, WorkersService
 from router.rate_limits import RateLimits
 from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.shared_table import SharedWorkers
 from router.sharing import Sharing
+from router.steering import Planner, Steering, initial_state
 from router.step_costs import Experts
 from router.store import MemoryStore, Store
 from router.traffic import Traffic
+from router.traffic_sharing import TrafficSharing
 from router.workers import WorkerTable
 
 if TYPE_CHECKING:
@@ -99,8 +107,10 @@ class Router:
         card: ModelCard,
         rng: random.Random | None = None,
         authenticator: Authenticator | None = None,
+        planner: Planner | None = None,
     ) -> None:
-        """`authenticator` knows the keys of users, if it is not the file that the configuration names."""
+        """`authenticator` knows the keys of users, if it is not the file that the configuration names. Without planner
+        the pools are as large as operators say."""
         self._config = config
         secret = config.security.secret()
         self._links = Links(config.security.credentials(secret))
@@ -111,8 +121,8 @@ class Router:
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self._limits = RateLimits()
-        traffic = Traffic(config.slo)
-        history = History([traffic])
+        traffic, observing = Traffic(config.slo), Observing()
+        history = History([traffic, observing])
         self.inference = InferenceService(
             card,
             self.table,
@@ -130,8 +140,16 @@ class Router:
         self._server.add(workers_pb2_grpc.add_WorkersServicer_to_server, registrations)
         self._store = _store_of(config)
         self._decisions = Decisions(self._store, lambda: self.address)
-        self._pools = PoolsService(self.table, card.name, self.inference, self._decisions)
+        self._flips = Flips(self.table, self._decisions, config.steering.flip_deadline_s)
+        self._plan = PlanSharing(self._store, initial_state(config.steering), lambda: self.address)
+        self._traffic = TrafficSharing(self._store, observing, self._gate, history, self._plan)
+        observations = Observations(self.table, self._gate, history, observing, self._traffic)
+        scaler = FlipScaler(self.table, self._flips)
+        self._steering = Steering(config.steering, self._plan, scaler, self._decisions, observations.take, planner)
+        self._pools = PoolsService(self.table, card.name, self.inference, self._decisions, self._flips, self._steering)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
+        plans = PlansService(config.slo, self.table, self._flips, scaler, self._plan, self._steering)
+        self._server.add(plans_pb2_grpc.add_PlansServicer_to_server, plans)
         insights = InsightsService(history, traffic, self.table, self._links)
         self._server.add(insights_pb2_grpc.add_InsightsServicer_to_server, insights)
         self._kserve = KServeService(self.inference, card, self._is_ready)
@@ -172,8 +190,8 @@ class Router:
             if self._http is not None:
                 await self._http.start()
                 stack.push_async_callback(self._http.stop)
-            watching = asyncio.create_task(self._look_after())
-            stack.push_async_callback(_ended, watching)
+            for work in (self._look_after(), self._flips.run()):
+                stack.push_async_callback(_ended, asyncio.create_task(work))
             self._share(stack)
             self._stack = stack.pop_all()
         return self
@@ -216,11 +234,14 @@ class Router:
 
     def _share(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._store.close)
-        router_id, table = f"{self.address}-{secrets.token_hex(4)}", SharedWorkers(self.table)
-        self._sharing = Sharing(self._store, router_id, self.address, table, self._limits, self._decisions)
+        router_id, table = f"{self.address}-{secrets.token_hex(4)}", SharedWorkers(self.table, self._flips)
+        others = (self._plan, self._traffic)
+        self._sharing = Sharing(
+            self._store, router_id, self.address, table, self._limits, self._decisions, others=others
+        )
         stack.push_async_callback(self._sharing.leave)
-        sharing = asyncio.create_task(self._sharing.run())
-        stack.push_async_callback(_ended, sharing)
+        for work in (self._sharing.run(), self._steering.run()):
+            stack.push_async_callback(_ended, asyncio.create_task(work))
 
     def _routers(self) -> Sequence[str]:
         return [] if self._sharing is None else self._sharing.addresses

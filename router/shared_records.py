@@ -175,14 +175,20 @@ class VersionedAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who has set what when, for people to read. `at`: in seconds since 1970."""
+    """What was decided when, by whom and why, for people to read. `at`: in seconds since 1970."""
 
     at: float
-    router: str  # that was asked
-    what: str  # role, drain, no drain
-    worker: str
+    router: str  # that was asked, or plans
+    what: str  # role, drain, no drain; plan, proposal, manual, auto, frozen; flip done, flip failed
+    worker: str = ""
     role: str = ""
     by: str = ""  # the name of a key; empty where none is asked for
+    reason: str = ""
+    gain: float = 0.0  # requests a second within the SLOs, as predicted
+    num_prefill: int = 0  # of a plan or a proposal, and of what is set by hand
+    num_decode: int = 0
+    took_s: float = 0.0  # of a flip
+    num_moved: int = 0
 
     def to_bytes(self) -> bytes:
         return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}).encode()
@@ -194,8 +200,20 @@ class Decision:
             record: dict[str, Any] = json.loads(raw)
             if (at := _amount(record["at"])) > _LAST_AT:
                 raise ValueError(f"{at} is no time")
-            what, worker = str(record["what"]), str(record["worker"])
-            return cls(at, str(record["router"]), what, worker, str(record.get("role", "")), str(record.get("by", "")))
+            return cls(
+                at=at,
+                router=str(record["router"]),
+                what=str(record["what"]),
+                worker=str(record["worker"]),
+                role=str(record.get("role", "")),
+                by=str(record.get("by", "")),
+                reason=str(record.get("reason", "")),
+                gain=float(record.get("gain", 0.0)),
+                num_prefill=_count(record.get("num_prefill", 0)),
+                num_decode=_count(record.get("num_decode", 0)),
+                took_s=_amount(record.get("took_s", 0.0)),
+                num_moved=_count(record.get("num_moved", 0)),
+            )
         except _UNREADABLE as error:
             raise ValueError(f"not a decision: {error}") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from protos.errors import ServiceError
 from router.candidate import WorkerId
+from router.flips import Flips
 from router.shared_records import Assignment, SentLoad
 from router.worker import Routers, Worker, WorkerState
 from router.workers import WorkerTable
@@ -17,8 +18,9 @@ logger = logging.getLogger(__name__)
 class SharedWorkers:
     """For `router.sharing`: it is its SharedTable."""
 
-    def __init__(self, table: WorkerTable) -> None:
+    def __init__(self, table: WorkerTable, flips: Flips) -> None:
         self._table = table
+        self._flips = flips
 
     def sent_loads(self) -> Mapping[WorkerId, SentLoad]:
         """Of workers that have any."""
@@ -38,7 +40,7 @@ class SharedWorkers:
 
     def assign(self, worker_id: WorkerId, assignment: Assignment) -> None:
         try:
-            self._table.set_role(worker_id.name, assignment.role)
+            self._flips.follow(worker_id.name, assignment.role)
             self._table.set_draining(worker_id.name, assignment.is_drained)
         except ServiceError as error:  # it has left, or keeps its role
             logger.warning("worker %s is not used as another router wants it: %s", worker_id.name, error)

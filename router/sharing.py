@@ -53,6 +53,13 @@ class SharedLimits(Protocol):
     def router_left(self, router_id: str) -> None: ...
 
 
+class Exchanged(Protocol):
+    """Whatever else routers tell each other through the store. Raises StoreAway."""
+
+    async def exchange(self) -> None: ...
+    async def leave(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Peer:
     record: RouterRecord
@@ -61,7 +68,8 @@ class _Peer:
 
 
 class Sharing:
-    """`router_id` is this process's own. `run` it beside the server: a store that is away does not end it."""
+    """`router_id` is this process's own; `others` are exchanged along with what is here. `run` it beside the server: a
+    store that is away does not end it."""
 
     def __init__(
         self,
@@ -72,6 +80,7 @@ class Sharing:
         limits: SharedLimits,
         decisions: Decisions,
         clock: Callable[[], float] = time.monotonic,
+        others: Sequence[Exchanged] = (),
     ) -> None:
         self._store = store
         self._router_id = router_id
@@ -82,6 +91,7 @@ class Sharing:
         self._peers: dict[str, _Peer] = {}
         self._known: dict[WorkerId, VersionedAssignment] = {}
         self._decisions = decisions
+        self._others = others
         self._own = RouterRecord(address, 0)
         self._put_at: float | None = None
         self._is_away = False
@@ -100,6 +110,8 @@ class Sharing:
             await self._put_own()
             await self._read_routers()
             await self._agree()
+            for other in self._others:
+                await other.exchange()
             await self._decisions.write()
             self._store_answered()
         except StoreAway as error:
@@ -113,6 +125,8 @@ class Sharing:
     async def leave(self) -> None:
         """At an orderly end: the others need not wait until this router is gone by the clock."""
         try:
+            for other in self._others:
+                await other.leave()
             await self._store.remove("routers", self._router_id)
         except StoreAway as error:
             logger.info("the other routers will see by themselves that this one has left: %s", error)

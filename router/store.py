@@ -22,6 +22,10 @@ class Store(Protocol):
         """Replaces the record of this kind and name. It goes after `ttl_s` if it is not put again."""
         ...
 
+    async def claim(self, kind: str, name: str, value: bytes, ttl_s: float) -> bytes:
+        """Puts a record unless there is another one of this name, in one step; returns the value that is there then."""
+        ...
+
     async def remove(self, kind: str, name: str) -> None: ...
 
     async def records(self, kind: str) -> Mapping[str, bytes]:
@@ -49,6 +53,12 @@ class MemoryStore:
 
     async def put(self, kind: str, name: str, value: bytes, ttl_s: float) -> None:
         self._records[kind][name] = (value, self._clock() + ttl_s)
+
+    async def claim(self, kind: str, name: str, value: bytes, ttl_s: float) -> bytes:
+        held = (await self.records(kind)).get(name, value)
+        if held == value:
+            await self.put(kind, name, value, ttl_s)
+        return held
 
     async def remove(self, kind: str, name: str) -> None:
         self._records[kind].pop(name, None)

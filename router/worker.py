@@ -76,6 +76,11 @@ class Worker:
     def __post_init__(self) -> None:
         self.fingerprint = self.profile.layout.fingerprint  # it is a hash, and asked for with each placement
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether what decodes here had better go on elsewhere."""
+        return self.is_drained or self.load.state is WorkerState.DRAINING or Role.DECODE not in self.role
+
     def candidate(self, is_ready: bool, now: float, prefill_times: PrefillTimes | None = None) -> Candidate:
         """As placement sees it."""
         load, sent, other = self.load, self.dispatches, self.sent_elsewhere
@@ -102,6 +107,7 @@ class Worker:
             transfer_bytes=load.transfer_bytes,
             transfer_s=load.transfer_s,
             releases=sent.releases(now),
+            flippable=self.profile.flippable,
             prefill_times=prefill_times,
             prompts=sent.prompts(),
         )

@@ -92,10 +92,10 @@ class WorkerTable:
     def report(self, worker: Worker, load: WorkerLoad) -> None:
         if worker.load.state is WorkerState.LOST:
             return  # replaced meanwhile
-        was_ready, was_leaving = self._is_ready(worker), _is_leaving(worker)
+        was_ready, was_leaving = self._is_ready(worker), worker.is_leaving
         worker.load, worker.is_reachable = load, True
         self._heard(worker)
-        if _is_leaving(worker) != was_leaving:
+        if worker.is_leaving != was_leaving:
             self._tell_dispatches(worker)
         if self._is_ready(worker) != was_ready:
             self._notify()
@@ -135,17 +135,18 @@ class WorkerTable:
         return [worker.profile.id for worker in self._present() if self.state(worker) is WorkerState.SILENT]
 
     def set_role(self, name: str, role: Role) -> None:
-        """From the next placement on; the worker is told.
+        """From the next placement on; the worker is told, and attempts that decode where they no longer are to.
 
         Raises:
             NotFound: no worker has this name.
             FailedPrecondition: it keeps its role.
         """
-        worker = self._registered(name)
+        worker = self.present(name)
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
         worker.role = role
         self._stale.add(worker)
+        self._tell_dispatches(worker)
         worker.commands.put_nowait(role)
         self._notify()
 
@@ -155,7 +156,7 @@ class WorkerTable:
         Raises:
             NotFound: no worker has this name.
         """
-        worker = self._registered(name)
+        worker = self.present(name)
         worker.is_drained = is_drained
         self._stale.add(worker)
         self._tell_dispatches(worker)
@@ -163,7 +164,7 @@ class WorkerTable:
 
     def registered(self, name: str) -> Candidate:
         """As placement sees it. Raises NotFound: no worker has this name."""
-        worker = self._registered(name)
+        worker = self.present(name)
         return worker.candidate(self._is_ready(worker), self._clock())
 
     def sent_elsewhere(self, worker: Worker, load: SentLoad) -> None:
@@ -196,7 +197,7 @@ class WorkerTable:
         if at_most is not None and (answer_s := placement.answer_s(at_most[0])) is not None:
             dispatch.ends_at, dispatch.num_blocks_in_all = dispatch.at + answer_s, at_most[1]
         dispatch.begin()
-        if decode is not None and _is_leaving(decode):
+        if decode is not None and decode.is_leaving:
             dispatch.leaving.set()
         return dispatch
 
@@ -250,7 +251,8 @@ class WorkerTable:
         except TimeoutError:
             return
 
-    def _registered(self, name: str) -> Worker:
+    def present(self, name: str) -> Worker:
+        """Raises NotFound."""
         worker = self._workers.get(name)
         if worker is None or worker.load.state is WorkerState.LOST:
             names = ", ".join(sorted(worker.profile.id.name for worker in self._present()))
@@ -260,7 +262,7 @@ class WorkerTable:
     def _tell_dispatches(self, worker: Worker) -> None:
         for dispatch in worker.dispatches:
             if dispatch.decode is worker.dispatches:
-                if _is_leaving(worker):
+                if worker.is_leaving:
                     dispatch.leaving.set()
                 else:
                     dispatch.leaving.clear()
@@ -293,7 +295,3 @@ class WorkerTable:
 
     def _is_ready(self, worker: Worker) -> bool:
         return self.state(worker) is WorkerState.READY and worker.is_reachable
-
-
-def _is_leaving(worker: Worker) -> bool:
-    return worker.is_drained or worker.load.state is WorkerState.DRAINING

@@ -101,6 +101,8 @@ EDGES = {
     "router/move.py",
     "router/openai_requests.py",
     "router/openai_responses.py",
+    "router/plan_messages.py",
+    "router/plans_service.py",
     "router/pools_service.py",
     "router/progress.py",
     "router/relay.py",

@@ -35,9 +35,9 @@ def test_help_lists_the_commands_in_the_order_a_newcomer_needs_them() -> None:
     result = pdserve("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.partition("Commands:")[2].splitlines() if line]
-    assert (
-        " ".join(listed)
-        == "demo up worker router generate chat status role drain dashboard decisions requests traffic model plan key"
+    assert " ".join(listed) == (
+        "demo up worker router generate chat status role drain pools dashboard decisions requests traffic "
+        "model plan key"
     )
 
 
@@ -152,7 +152,9 @@ def test_speculation_is_asked_for(
     assert [asking.sampling.max_draft_tokens for asking in asked] == [most]
 
 
-@pytest.mark.parametrize("command", ["status", "generate x", "chat x", "role a both", "drain a", "decisions"])
+@pytest.mark.parametrize(
+    "command", ["status", "generate x", "chat x", "role a both", "drain a", "decisions", "pools", "pools freeze"]
+)
 def test_router_that_is_not_there(closed_port: str, command: str) -> None:
     result = pdserve(*command.split(), "--router", closed_port)
     assert result.exit_code == 1
@@ -280,3 +282,12 @@ def test_up_passes_on_what_the_router_admits() -> None:
     arguments = ["--max-queued", "7", "--max-queue-s", "2.5", "--max-backlog-s", "3.0", "--max-sequences", "9"]
     context = cli.commands["up"].make_context("up", [*arguments])
     assert list(cluster_config(context, context.params).router_arguments[:8]) == arguments
+
+
+@pytest.mark.parametrize("switch", ["--plan-dry-run", "--no-plan-dry-run"])
+def test_up_passes_on_who_plans(switch: str) -> None:
+    arguments = ["--plan", "frozen", switch, "--plan-every", "5.0", "--slo-ttft", "0.2"]
+    context = cli.commands["up"].make_context("up", [*arguments])
+    passed_on = list(cluster_config(context, context.params).router_arguments)
+    assert passed_on[passed_on.index("--plan") :][: len(arguments)] == arguments
+    cli.commands["router"].make_context("router", passed_on)  # which takes them

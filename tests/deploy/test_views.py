@@ -21,7 +21,7 @@ from deploy.status_view import (
 from protos import workers_pb2, workers_pb2_grpc
 from protos.calls import Context
 from protos.client import Answer
-from protos.errors import DeadlineExceeded, InvalidArgument
+from protos.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from protos.serve import GrpcServer
 from protos.status_values import Status, WorkerStatus
 from protos.values import Chunk, Stage, Summary, Timeline, Usage
@@ -272,11 +272,14 @@ async def test_router_that_does_not_answer_is_told_with_the_time_waited_for_it(m
 async def test_who_takes_the_last_worker_of_a_role_away_is_told() -> None:
     async with running_fleet(num_prefill=1, num_decode=1) as fleet:
         address, out = fleet.router.address, text_console()
+        with pytest.raises(FailedPrecondition, match="no worker in service decodes but 'd0'"):
+            await change_role(address, "d0", "prefill", out)
         await drain_worker(address, "d0", 0, out, text_console())
-        await undo_drain(address, "d0", text_console())
         await change_role(address, "d0", "prefill", out)
         said = " ".join(written(out).split())
         assert said.count("No worker that is ready has the role decode") == 2
+        assert "Roles are set by hand only, until `pdserve pools auto` hands them to the planner." in said
         out = text_console()
+        await undo_drain(address, "d0", text_console())
         await change_role(address, "d0", "decode", out)
         assert "No worker" not in written(out)

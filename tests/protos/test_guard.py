@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
-from protos import decode_pb2, faults_pb2, inference_pb2, insights_pb2, prefill_pb2, workers_pb2
+from protos import decode_pb2, faults_pb2, inference_pb2, insights_pb2, plans_pb2, prefill_pb2, workers_pb2
 from protos.access import needed_scope
 from protos.caller import ANYONE, Caller, Scope, current_caller
 from protos.channel import open_channel, service_errors
@@ -255,7 +255,7 @@ def test_they_may_stay_on_this_machine(address: str) -> None:
 
 def test_every_method_of_ours_has_a_rule() -> None:
     """Listed here once more: who may call what is not changed in passing."""
-    modules = (decode_pb2, faults_pb2, inference_pb2, insights_pb2, prefill_pb2, workers_pb2)
+    modules = (decode_pb2, faults_pb2, inference_pb2, insights_pb2, plans_pb2, prefill_pb2, workers_pb2)
     services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
     rules = {f"{s.name}/{m.name}": needed_scope(f"/{s.full_name}/{m.name}") for s in services for m in s.methods}
     by_scope = {scope: {name for name, needed in rules.items() if needed == scope} for scope in Scope}
@@ -265,9 +265,10 @@ def test_every_method_of_ours_has_a_rule() -> None:
     assert by_scope[Scope.READ] == {
         "Pools/GetStatus",
         "Pools/ListDecisions",
+        "Plans/GetPlan",
         *(f"Insights/{name}" for name in ("GetTraffic", "ListRequests", "GetWorkerInsights")),
     }
-    assert by_scope[Scope.OPERATE] == {"Pools/SetRole", "Pools/SetDraining"}
+    assert by_scope[Scope.OPERATE] == {"Pools/SetRole", "Pools/SetDraining", "Plans/SetPlan"}
     assert {name.partition("/")[0] for name in by_scope[Scope.CLUSTER]} == {
         "Bundles",
         "Decode",

@@ -20,6 +20,7 @@ from protos.serve import GrpcServer
 from router.card import ModelCard
 from router.config import RelayPolicy, RouterConfig
 from router.server import Router
+from router.steering import Planner
 
 VOCAB_SIZE = 1000
 EOS = 2
@@ -268,11 +269,12 @@ async def running_fleet(
     num_both: int = 0,
     policy: RelayPolicy = POLICY,
     authenticator: Authenticator | None = None,
+    planner: Planner | None = None,
     **settings: Any,
 ) -> AsyncIterator[FakeFleet]:
     """`settings` are other fields of the router's configuration."""
     config = RouterConfig("tiny", port=0, drain_s=1.0, max_prompt_bytes=1000, relay=policy, **settings)
-    async with Router(config, CARD, authenticator=authenticator) as router:
+    async with Router(config, CARD, authenticator=authenticator, planner=planner) as router:
         fleet = FakeFleet(router)
         try:
             for index in range(num_prefill):

@@ -45,7 +45,11 @@ async def test_they_are_listed_newest_first_with_who_and_when_and_where(fleet: F
     began = datetime.now(UTC)
     async with PdserveClient(fleet.router.address, api_key="ann") as ann:
         assert await ann.list_decisions(deadline_s=10) == []
+        await ann.set_plan("frozen")  # or to set a role says so too
         await ann.set_role("w0", "prefill")
+        async with asyncio.timeout(10):
+            while (await ann.get_plan()).flips[0].state != "done":
+                await asyncio.sleep(0.005)
         await ann.set_draining("w1", True)
         await ann.set_draining("w1", False)
         listed = await ann.list_decisions(deadline_s=10)
@@ -53,7 +57,9 @@ async def test_they_are_listed_newest_first_with_who_and_when_and_where(fleet: F
     assert [(each.what, each.worker_id, each.role) for each in listed] == [
         ("no drain", "w1", ""),
         ("drain", "w1", ""),
+        ("flip done", "w0", "prefill"),
         ("role", "w0", "prefill"),
+        ("frozen", "", ""),
     ]
     assert {(each.key, each.router) for each in listed} == {("ann", fleet.router.address)}
     times = [began - timedelta(seconds=1), *(each.at for each in reversed(listed)), datetime.now(UTC)]

@@ -12,6 +12,7 @@ from protos.client import PdserveClient
 from protos.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    FailedPrecondition,
     NoWorker,
     Unavailable,
 )
@@ -253,6 +254,8 @@ async def test_no_worker_says_which_role_is_missing() -> None:
 async def test_role_flip_takes_effect_from_the_next_request_on() -> None:
     async with running_fleet(2, 1) as fleet, PdserveClient(fleet.router.address) as client:
         await client.set_role("p0", "decode")
+        with pytest.raises(FailedPrecondition, match="no worker in service prefills but 'p1'"):
+            await client.set_role("p1", "decode")
         await client.set_role("d0", "prefill")
         for _ in range(4):
             tokens, _, _ = await answer(client, Sampling(max_tokens=4))

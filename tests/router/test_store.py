@@ -50,6 +50,20 @@ async def test_a_removed_record_is_gone(store: Store) -> None:
     assert await store.records("routers") == {}
 
 
+async def test_a_claim_is_the_first_ones_until_it_lapses(store: Store) -> None:
+    assert await store.claim("plan", "lease", b"a", 0.2) == b"a"
+    assert await store.claim("plan", "lease", b"b", LONG_S) == b"a"
+    assert await store.claim("plan", "lease", b"a", 0.2) == b"a"  # renewed
+    assert await store.records("plan") == {"lease": b"a"}
+    while (held := await store.claim("plan", "lease", b"b", LONG_S)) == b"a":
+        await asyncio.sleep(0.01)
+    assert held == b"b"
+    assert await store.claim("plan", "lease", b"a", 0.05) == b"b"
+    await store.remove("plan", "lease")
+    assert await store.claim("plan", "lease", b"a", LONG_S) == b"a"
+    assert await store.records("plan") == {"lease": b"a"}
+
+
 async def test_a_record_lives_as_long_as_it_is_put_again(store: Store) -> None:
     await store.put("routers", "short", b"1", 0.05)
     await store.put("routers", "long", b"2", LONG_S)

@@ -1,0 +1,54 @@
+"""Options of the router that say who sizes the pools, and what they are to keep to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from deploy.options import group_of
+from deploy.router_options import router_setting
+from router.config import SloPolicy, SteeringPolicy
+
+_ABOVE_0 = click.FloatRange(0, min_open=True)
+_POLICY, _SLO = SteeringPolicy(), SloPolicy()
+
+planning_options = group_of(
+    router_setting(
+        "--plan",
+        type=click.Choice(("auto", "frozen")),
+        default="auto" if _POLICY.is_automatic else "frozen",
+        help="auto: the router sets how many workers prefill and decode. frozen: roles change by hand only.",
+    ),
+    router_setting(
+        "--plan-dry-run/--no-plan-dry-run",
+        default=_POLICY.dry_run,
+        help="Say what would be changed, and change nothing.",
+    ),
+    router_setting(
+        "--plan-every", type=_ABOVE_0, default=_POLICY.every_s, metavar="SECONDS", help="Between two plans."
+    ),
+    router_setting(
+        "--slo-ttft", type=_ABOVE_0, default=_SLO.ttft_s, metavar="SECONDS", help="To the first token, to plan for."
+    ),
+    router_setting(
+        "--slo-tpot", type=_ABOVE_0, default=_SLO.tpot_s, metavar="SECONDS", help="Per token after it, likewise."
+    ),
+    router_setting(
+        "--slo-share",
+        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        default=_SLO.percentile,
+        help="Of the requests are to keep to both.",
+    ),
+)
+
+
+def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
+    """Takes these options out of a command's settings, as fields of a `RouterConfig`."""
+    steering = SteeringPolicy(
+        is_automatic=settings.pop("plan") == "auto",
+        dry_run=settings.pop("plan_dry_run"),
+        every_s=settings.pop("plan_every"),
+    )
+    slo = SloPolicy(settings.pop("slo_ttft"), settings.pop("slo_tpot"), settings.pop("slo_share"))
+    return {"steering": steering, "slo": slo}
