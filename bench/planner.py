@@ -125,7 +125,7 @@ def _worker(index: int, num_prefill: int) -> WorkerSpec:
 def _rule(name: str, load: Load) -> tuple[Asked, float] | None:
     match name:
         case "planner":
-            policy = PlanPolicy(load.slo, most_wait_s=2 * load.slo.ttft_s, max_step_tokens=STEP_TOKENS)
+            policy = PlanPolicy(load.slo, most_wait_s=2 * load.slo.ttft_s)
             planner = Planner(policy)
             return lambda observation: planner.propose(observation).roles, PLAN_EVERY_S
         case "throughput":

@@ -62,3 +62,4 @@ class Observation:
     running: Sequence[Running] = ()
     fixed: Collection[str] = ()  # workers that keep their roles, by name
     models: LearntTimes | None = None  # None: nothing is learnt here
+    block_size: int = 16  # tokens of the workers' blocks

@@ -48,6 +48,7 @@ class Observations:
             answered,
             running=[*self._history.running(), *self._others.running_elsewhere],
             fixed=frozenset(worker.id.name for worker in workers if not worker.flippable),
+            block_size=1 if (layout := self._table.layout) is None else layout.block_size,
             models=TimesNow.of(self._table.models, (worker.id for worker in workers)),
         )
 

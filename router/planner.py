@@ -28,6 +28,7 @@ _MOST_RATIOS = 24  # that are tried each time
 _LEAST_ANSWERS = 8  # to plan for
 _EARLY_S = 30.0  # from the first request on: long answers are not known, and only what is clear is changed
 _LEAST_CONFIDENCE = 0.2  # in the step times, to plan with them
+_STEP_TOKENS = 2048  # where no worker says
 _SHARE = 0.9  # of the times that a ratio is said to give
 
 
@@ -50,8 +51,6 @@ class PlanPolicy:
     least_sigmas: float = 3.0
     num_confirmations: int = 3
     most_wait_s: float = math.inf  # at the router: who would wait longer is refused
-    max_step_tokens: int = 2048
-    block_size: int = 16
 
 
 @dataclass(slots=True)
@@ -128,8 +127,8 @@ class Planner:
             num_waiting=observation.num_waiting,
             fixed=observation.fixed,
             flip_s=policy.flip_s,
-            max_step_tokens=policy.max_step_tokens,
-            block_size=policy.block_size,
+            max_step_tokens=_step_tokens(workers),
+            block_size=observation.block_size,
         )
 
     def _options(self, outlook: Outlook) -> list[_Option]:
@@ -189,6 +188,12 @@ class Planner:
         if not is_clear and (is_early or self._num_wanted < policy.num_confirmations):
             return as_is, f"as it is, until {to} has been found better {policy.num_confirmations} times; {told}"
         return best, f"{to}: {told}"
+
+
+def _step_tokens(workers: Sequence[Candidate]) -> int:
+    """Of the least that one of them computes in a step."""
+    told = [worker.prefill_times.max_step_tokens for worker in workers if worker.prefill_times is not None]
+    return min(told, default=_STEP_TOKENS)
 
 
 def _confidence(models: LearntTimes, worker: Candidate) -> float:

@@ -40,8 +40,11 @@ from router.links import Links
 from router.metrics import QueueCollector, StepModelsCollector, WorkersCollector
 from router.observations import Observations
 from router.observing import Observing
+from router.outcomes import Slo
 from router.placement import can_serve
 from router.plan_sharing import PlanSharing
+from router.planner import Planner as PoolPlanner
+from router.planner import PlanPolicy
 from router.plans_service import PlansService
 from router.pool_scaler import FlipScaler
 from router.pools_service import PoolsService, WorkersService
@@ -89,7 +92,7 @@ async def serve_router(config: RouterConfig) -> None:
     config.security.check_files()
     folder = await asyncio.to_thread(resolve_model, config.model, default_cache())
     card = await asyncio.to_thread(load_card, config.model, folder)
-    async with Router(config, card) as router:
+    async with Router(config, card, planner=planner_for(config)) as router:
         gc.collect()
         gc.freeze()  # what is here now stays: to look at it again and again would stop every stream each time
         scheme = "http" if config.security.tls is None else "https"
@@ -265,6 +268,13 @@ def _store_of(config: RouterConfig) -> Store:
     from router.redis_store import RedisStore  # a fifth of a second, and most routers are alone
 
     return RedisStore(config.store, config.store_namespace)
+
+
+def planner_for(config: RouterConfig) -> Planner:
+    """Who would wait longer than a request may is refused, in what it plays as well."""
+    slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
+    most_wait_s = config.admission.max_queue_s + config.placement.limits.max_backlog_s
+    return PoolPlanner(PlanPolicy(slo, most_wait_s=most_wait_s))
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

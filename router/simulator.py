@@ -178,9 +178,17 @@ class Simulation:
         arrived, self._arrived = self._arrived, []
         answered, self._answered = self._answered, []
         workers = tuple(self._router.table.snapshot())
-        models, num_waiting = self._router.table.models, self._router.gate.num_waiting
-        running = self.cluster.running()
-        roles = scenario.planner(Observation(now, workers, num_waiting, arrived, answered, running, models=models))
+        observation = Observation(
+            now,
+            workers,
+            self._router.gate.num_waiting,
+            arrived,
+            answered,
+            self.cluster.running(),
+            models=self._router.table.models,
+            block_size=scenario.layout.block_size,
+        )
+        roles = scenario.planner(observation)
         for name, role in roles.items():
             self._change_role(RoleChange(now, name, Role(role)))
         self._time.later(scenario.plan_every_s, self._plan)
