@@ -415,7 +415,7 @@ async def test_moved_while_it_drafts(drafting: Drafting) -> None:
         nonlocal num_begun
         num_begun += 1
         if num_begun == len(asked):
-            await drafting.client.set_role("prefill-0", "decode")
+            await drafting.client.set_role("prefill-0", "both")
             await drafting.client.set_draining("decode-0", True)
 
     asking = [ask(drafting.client, p, sampling, at_token=20, then=drain_once_all_have_begun) for p in asked]
