@@ -179,7 +179,7 @@ class Planner:
         told = f"{best.forecast.attainment:.0%} within the SLOs, {as_is.forecast.attainment:.0%} as it is"
         to = f"{sizes[0]} prefill and {sizes[1]} decode"
         if not best.roles or gain <= 0:
-            return as_is, f"as it is: no other ratio is better; {told}"
+            return as_is, f"as it is: no other ratio is better; {as_is.forecast.attainment:.0%} within the SLOs"
         if not _is_beyond_chance(as_is, best, policy.least_sigmas) or gain < policy.least_gain:
             return as_is, f"as it is: {to} would hardly be better; {told}"
         if now - self._flipped_at_s < (policy.settle_s if is_clear else policy.cool_down_s):
