@@ -80,7 +80,8 @@ class LoadWatch:
         return len(self._answers)
 
     def requests_per_s(self, ahead_s: float) -> float:
-        if self._steady_s >= _STEADY_S and (past_s := min(self._steady_s, self.past_s)) > 0:
+        past_s = min(self._steady_s, self._seen_s - self._arrivals[0].at_s)  # that is known of
+        if past_s >= _STEADY_S:
             return sum(arrival.at_s > self._seen_s - past_s for arrival in self._arrivals) / past_s
         slope = (self._fast - self._slow) / (_SLOW_S - _FAST_S)
         forecast = self._fast + (_FAST_S + ahead_s) * slope

@@ -25,6 +25,7 @@ from router.role_choice import choose_roles
 _LOADS = ((1.0, 0.6), (1.3, 0.25), (1.8, 0.15))  # times what is expected, and how much that counts
 _HOPELESS = 0.2  # so much less attainment than another ratio under the first load: the others are not tried
 _MOST_RATIOS = 24  # that are tried each time
+_HARDLY = 0.01  # a gain under the load that is expected
 _LEAST_ANSWERS = 8  # to plan for
 _EARLY_S = 30.0  # from the first request on: long answers are not known, and only what is clear is changed
 _LEAST_CONFIDENCE = 0.2  # in the step times, to plan with them
@@ -37,8 +38,9 @@ class PlanPolicy:
     """`flip_s`: how long a worker does nothing while its role changes. `ahead_s`: how far ahead the load is forecast.
 
     A change is made at once where it gains `clear_gain` of what is to come, and with `least_gain` only after it
-    has been proposed `num_confirmations` times in a row; `least_sigmas` is how far beyond chance it has to be. Workers
-    that have changed their role are left alone for `cool_down_s`.
+    has been proposed `num_confirmations` times in a row, or with `reserve_gain` if it pays only under more load than is
+    expected; `least_sigmas` is how far beyond chance it has to be. After a change the next one waits for `cool_down_s`,
+    and for `settle_s` where it is urgent.
     """
 
     slo: Slo
@@ -47,6 +49,7 @@ class PlanPolicy:
     settle_s: float = 5.0
     cool_down_s: float = 60.0
     least_gain: float = 0.03
+    reserve_gain: float = 0.1
     clear_gain: float = 0.1
     least_sigmas: float = 3.0
     num_confirmations: int = 3
@@ -172,7 +175,9 @@ class Planner:
     def _chosen(self, as_is: _Option, best: _Option, now: float) -> tuple[_Option, str]:
         """Whether to change, and why (not)."""
         policy, gain = self._policy, best.worth - as_is.worth
-        is_clear = fmean(best.scores[0]) - fmean(as_is.scores[0]) >= policy.clear_gain
+        gain_now = fmean(best.scores[0]) - fmean(as_is.scores[0])
+        is_clear = gain_now >= policy.clear_gain
+        least_gain = policy.least_gain if gain_now >= _HARDLY else policy.reserve_gain
         sizes = best.forecast.num_prefill, best.forecast.num_decode
         self._num_wanted = self._num_wanted + 1 if sizes == self._wanted else 1
         self._wanted = sizes
@@ -180,7 +185,7 @@ class Planner:
         to = f"{sizes[0]} prefill and {sizes[1]} decode"
         if not best.roles or gain <= 0:
             return as_is, f"as it is: no other ratio is better; {as_is.forecast.attainment:.0%} within the SLOs"
-        if not _is_beyond_chance(as_is, best, policy.least_sigmas) or gain < policy.least_gain:
+        if not _is_beyond_chance(as_is, best, policy.least_sigmas) or gain < least_gain:
             return as_is, f"as it is: {to} would hardly be better; {told}"
         if now - self._flipped_at_s < (policy.settle_s if is_clear else policy.cool_down_s):
             return as_is, f"as it is: roles changed {now - self._flipped_at_s:.0f} s ago; {to} would be better: {told}"
