@@ -24,7 +24,8 @@ _FAST_S, _SLOW_S = 20.0, 120.0  # memories of the two means
 _MOST_GROWTH = 1.5  # of the forecast over the faster mean
 _STEADY_S = 40.0  # while nothing has changed for so long, the mean of all that time is the forecast
 _KEPT = 2000  # requests, and answers
-_LEAST_WINDOW, _MOST_WINDOW = 64, 300  # arrivals that stand for those to come
+_LEAST_WINDOW, _MOST_WINDOW = 64, 360  # arrivals that stand for those to come
+_RUNS = 6  # of these, where more came
 _LEAST_EXPECTED = 150  # requests; where fewer came, they are expected several times over
 _LEAST_CLASS = 16  # answers: of fewer, those of all lengths of prompts are taken
 
@@ -88,16 +89,16 @@ class LoadWatch:
         return min(max(forecast, 0.0), _MOST_GROWTH * self._fast)
 
     def expected(self, requests_per_s: float) -> list[Expected]:
-        """Those that came last, in the same order and with the same gaps, only at this rate."""
-        lengths = self._lengths
-        recent = [arrival for arrival in self._arrivals if arrival.at_s >= self._since][-_MOST_WINDOW:]
-        first_s, past_s = recent[0].at_s, max(self._seen_s - recent[0].at_s, 1e-3)
-        shrink = len(recent) / past_s / max(requests_per_s, 1e-6)
-        return [
-            self._expected((again * past_s + arrival.at_s - first_s) * shrink, arrival, lengths)
-            for again in range(math.ceil(_LEAST_EXPECTED / len(recent)))
-            for arrival in recent
-        ]
+        """As those that came while it was steady, in the same order and with the same gaps, only at this rate."""
+        came = _spread_out([arrival for arrival in self._arrivals if arrival.at_s >= self._since], self._seen_s)
+        past_s = max(sum(gap_s for gap_s, _ in came), 1e-3)
+        shrink = len(came) / past_s / max(requests_per_s, 1e-6)
+        expected, at_s = [], 0.0
+        for _ in range(math.ceil(_LEAST_EXPECTED / len(came))):
+            for gap_s, arrival in came:
+                expected.append(self._expected(at_s, arrival, self._lengths))
+                at_s += gap_s * shrink
+        return expected
 
     def _expected(self, at_s: float, arrival: Arrival, lengths: AnswerClasses) -> Expected:
         num_prompt = arrival.num_prompt_tokens
@@ -164,3 +165,13 @@ class AnswerClasses:
             )
             self._known[bits] = lengths, hit_rate
         return self._known[bits]
+
+
+def _spread_out(arrivals: Sequence[Arrival], now: float) -> list[tuple[float, Arrival]]:
+    """Each with the time until the next one. Of very many, runs of them from all the time, so that bursts stay."""
+    moments = [arrival.at_s for arrival in arrivals[1:]] + [now]
+    gaps = [(max(0.0, moment - arrival.at_s), arrival) for arrival, moment in zip(arrivals, moments, strict=True)]
+    if len(gaps) <= _MOST_WINDOW:
+        return gaps
+    length, step = _MOST_WINDOW // _RUNS, (len(gaps) - _MOST_WINDOW // _RUNS) / (_RUNS - 1)
+    return [each for run in range(_RUNS) for each in gaps[round(run * step) : round(run * step) + length]]
