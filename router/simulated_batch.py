@@ -35,6 +35,7 @@ class SimulatedBatch:
         self.running: dict[Decoding, None] = {}  # oldest first, those among them whose KV is computed here
         self.computing: list[Decoding] = []
         self.halted: dict[Decoding, None] = {}
+        self._returning: list[Decoding] = []  # of these, into the next step
         self.fresh: list[Decoding] = []  # that have not had a round yet
         self._sum_of_bases = 0
         self._in_block = [0] * block_size  # sequences by where in a block they would be at round 0
@@ -65,6 +66,12 @@ class SimulatedBatch:
 
     def admit(self) -> None:
         """Moves waiting sequences into the batch, in order; one without KV first takes blocks for all its tokens."""
+        for decoding in self._returning:
+            if decoding in self.halted:
+                del self.halted[decoding]
+                self.running[decoding] = None
+                self._join(decoding)
+        self._returning.clear()
         if not self.waiting:
             return
         blocks_ran_short = False
@@ -201,10 +208,8 @@ class SimulatedBatch:
         heapq.heappush(self._stops, (decoding.stop_round, next(self._numbers), decoding))
 
     def go_on(self, decoding: Decoding) -> None:
-        """Takes `halt` back, once it has stopped."""
-        del self.halted[decoding]
-        self.running[decoding] = None
-        self._join(decoding)
+        """Takes `halt` back, once it has stopped. What is being computed goes on without it: it is in the next step."""
+        self._returning.append(decoding)
 
     def num_tokens(self, decoding: Decoding) -> int:
         """Of one that decodes."""

@@ -51,7 +51,7 @@ class WorkerTable:
         self._changed = asyncio.Event()
         self._common: Common | None = None  # as of the last change
         self._fleet = Fleet()
-        self._stale: set[Worker] = set()  # not yet in the fleet as they are now
+        self._stale: dict[Worker, None] = {}  # not yet in the fleet as they are now; in an order that repeats
         self._by_age: dict[Worker, None] = {}  # the one first that was heard of longest ago, unless it is silent
         self.prefixes = PrefixIndex()
         self.models = FleetModels(experts, clock)
@@ -79,7 +79,7 @@ class WorkerTable:
         worker = Worker(profile, role, load, self._clock(), is_drained=is_drained)
         if known is not None and same_process:
             worker.dispatches, known.dispatches = known.dispatches, Dispatches()  # what runs there still does
-        worker.dispatches.on_change = partial(self._stale.add, worker)
+        worker.dispatches.on_change = partial(self._stale.setdefault, worker)
         self._heard(worker)
         self._workers[profile.id.name] = worker
         self._lost.pop(profile.id.name, None)
@@ -127,7 +127,7 @@ class WorkerTable:
         worker = self._workers.get(worker_id.name)
         if worker is not None and worker.profile.id == worker_id:
             worker.is_reachable = False
-            self._stale.add(worker)
+            self._stale[worker] = None
             self._notify()
 
     def silent(self) -> list[WorkerId]:
@@ -145,7 +145,7 @@ class WorkerTable:
         if not worker.profile.flippable and role != worker.role:
             raise FailedPrecondition(f"worker {name!r} cannot change its role", field="worker_id")
         worker.role = role
-        self._stale.add(worker)
+        self._stale[worker] = None
         self._tell_dispatches(worker)
         worker.commands.put_nowait(role)
         self._notify()
@@ -158,7 +158,7 @@ class WorkerTable:
         """
         worker = self.present(name)
         worker.is_drained = is_drained
-        self._stale.add(worker)
+        self._stale[worker] = None
         self._tell_dispatches(worker)
         self._notify()
 
@@ -171,7 +171,7 @@ class WorkerTable:
         """What other routers have sent there."""
         if worker.sent_elsewhere != load:
             worker.sent_elsewhere = load
-            self._stale.add(worker)
+            self._stale[worker] = None
             self.on_eased()
 
     def dispatch(
@@ -206,7 +206,7 @@ class WorkerTable:
         now = self._fleet.now = self._clock()
         while self._by_age and now - (oldest := next(iter(self._by_age))).reported_at >= _SILENCE_S:
             del self._by_age[oldest]
-            self._stale.add(oldest)
+            self._stale[oldest] = None
         for worker in self._stale:
             if self._workers.get(worker.profile.id.name) is worker:
                 times = self.models.prefill_times_of(worker.profile.id, now)
@@ -271,7 +271,7 @@ class WorkerTable:
         worker.reported_at = self._clock()
         self._by_age.pop(worker, None)
         self._by_age[worker] = None
-        self._stale.add(worker)
+        self._stale[worker] = None
         worker.dispatches.reported(worker.reported_at - _SETTLE_S)
 
     def _notify(self) -> None:

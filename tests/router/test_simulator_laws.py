@@ -10,7 +10,7 @@ from router.outcomes import Outcome
 from router.scenario import Delays, Failure, RoleChange, Scenario, WorkerSpec
 from router.simulator import Simulation
 from router.traced_request import TracedRequest
-from tests.router.simulations import COSTS, LAYOUT, a_worker, assert_at_rest
+from tests.router.simulations import COSTS, LAYOUT, NO_TIME, a_worker, assert_at_rest
 
 GIVEN_UP = {"NO_WORKER", "ATTEMPTS_EXHAUSTED", "OVERLOADED"}
 NUM_BLOCKS = (100, 140, 600)  # the longest request fits into the smallest, hardly more than one does
@@ -121,6 +121,29 @@ def test_one_that_comes_back_stops_once() -> None:
     trace = [TracedRequest(at_s, num_prompt, num_output) for at_s, num_prompt, num_output in rows]
     outcomes = run(Scenario(workers, LAYOUT, failures=[Failure(0.0, "w1")]), trace, watched=True)
     assert sorted(outcome.num_output_tokens for outcome in outcomes) == [1, 2, 33, 43]
+
+
+def test_one_that_goes_on_is_in_the_next_step_first() -> None:
+    """w4 is to prefill from 3.2 s on, and what decodes there stands still for w0, which dies: it goes on at w4, in the
+    midst of what others there decode, and has no token of that."""
+    roles = (Role.PREFILL, Role.DECODE, Role.PREFILL, Role.PREFILL, Role.BOTH)
+    options = [(600, 64, 1, NO_TIME), (100, 300, 1, NO_TIME), (100, 300, 1, 1e5), (100, 300, 1, NO_TIME)]
+    options.append((600, 300, 64, NO_TIME))
+    workers = [
+        a_worker(f"w{i}", role, num_blocks=blocks, max_step_tokens=step, max_running=most, link_bytes_per_s=link)
+        for i, (role, (blocks, step, most, link)) in enumerate(zip(roles, options, strict=True))
+    ]
+    changes = [RoleChange(1.8171228633472256, "w0", Role.DECODE, False)]
+    changes.append(RoleChange(3.2205017218777385, "w4", Role.PREFILL))
+    changes.append(RoleChange(3.1198050377794413, "w1", Role.PREFILL, False))
+    failures = [Failure(5.322386639122723, "w0", 7.219519485171773)]
+    delays = Delays(message_s=0.0, hand_over_s=0.0, report_s=0.05)
+    rows = [(0.0, 1, 1), (0.0, 300, 66), (0.0, 400, 43), (0.0, 1146, 57), (0.25, 614, 27), (1.0, 1, 1)]
+    rows += [(1.1, 1198, 32), (1.21875, 908, 3), (1.84375, 4, 2)]
+    trace = [TracedRequest(at, prompt, output, tuple(range(prompt // 512))) for at, prompt, output in rows]
+    outcomes = run(Scenario(workers, LAYOUT, delays, failures, changes), trace, watched=True)
+    made = sorted((each.at_s, each.num_prompt_tokens, each.num_output_tokens) for each in outcomes)
+    assert made == sorted((each.at_s, each.num_prompt_tokens, each.num_output_tokens) for each in trace)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
