@@ -145,7 +145,7 @@ async def test_worker_without_the_coding_gets_kv_as_it_is(caplog: pytest.LogCapt
                 stats = await outgoing.commit(11, 4 * BLOCK)
                 assert stats.sent_bytes == 4 * LAYOUT.block_bytes
                 assert torch.equal(pair.there(pair.decode.committed[attempt_id].block_ids), pair.here(blocks))
-    assert caplog.messages == ["decode-0 takes no int8: KV goes there as it is"]
+        assert caplog.messages == ["decode-0 takes no int8: KV goes there as it is"]
     assert metrics.UNCODED._value.get() - before == 2
 
 
