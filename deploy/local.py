@@ -48,6 +48,7 @@ class ClusterConfig:
     http_port: int | None = None  # of its OpenAI interface, likewise; None: none
     page: PageConfig | None = None  # the dashboard
     num_threads: int | None = None
+    plan: str = "frozen"  # auto: the router changes roles; what programs start has those that they say
     router_arguments: Sequence[str] = ()
     worker_arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -241,8 +242,8 @@ class LocalCluster:
     def _router_command(self) -> Command:
         host, _, port = self.router_address.rpartition(":")
         http_port = "off" if self._http_port is None else str(self._http_port)
-        listening = ("--host", host, "--port", port, "--http-port", http_port)
-        return self._command(ROUTER, "router", "--model", self.config.model, *listening, *self.config.router_arguments)
+        own = ("--model", self.config.model, "--host", host, "--port", port, "--http-port", http_port)
+        return self._command(ROUTER, "router", *own, "--plan", self.config.plan, *self.config.router_arguments)
 
     def _worker_command(self, worker_id: str, role: str) -> Command:
         own = ("--worker-id", worker_id, "--role", role, "--router", self.router_address, "--host", self.config.host)

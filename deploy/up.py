@@ -36,6 +36,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         http_port=settings["http_port"],
         page=_page(settings["dashboard_port"], security),
         num_threads=settings["num_threads"],
+        plan=settings["plan"],
         router_arguments=[
             *router_options.of_router(context),
             *drain,

@@ -68,6 +68,7 @@ async def second_router(
 ) -> AsyncIterator[tuple[ChildProcess, str]]:
     port = free_port()
     start = (sys.executable, "-P", "-m", "deploy.cli", "router", "--model", str(model.folder), "--port", str(port))
+    start = (*start, "--plan", "frozen")
     root = str(Path(__file__).resolve().parents[2])
     command = Command("second", (*start, "--http-port", "off", *arguments), folder / "second.log", {"PYTHONPATH": root})
     process = await ChildProcess.start(command)
