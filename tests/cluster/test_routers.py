@@ -67,8 +67,8 @@ async def second_router(
     model: TinyModel, folder: Path, arguments: tuple[str, ...]
 ) -> AsyncIterator[tuple[ChildProcess, str]]:
     port = free_port()
-    start = (sys.executable, "-P", "-m", "deploy.cli", "router", "--model", str(model.folder), "--port", str(port))
-    start = (*start, "--plan", "frozen")
+    options = ("--model", str(model.folder), "--port", str(port), "--plan", "frozen")
+    start = (sys.executable, "-P", "-m", "deploy.cli", "router", *options)
     root = str(Path(__file__).resolve().parents[2])
     command = Command("second", (*start, "--http-port", "off", *arguments), folder / "second.log", {"PYTHONPATH": root})
     process = await ChildProcess.start(command)
