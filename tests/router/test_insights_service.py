@@ -65,7 +65,7 @@ async def test_what_a_worker_says_is_passed_on() -> None:
     assert (told.transfers.num_leases, told.transfers.exposed_p90_s) == (7, 0.25)
     assert (told.worker_id, told.draft_reason, told.uptime_s) == ("w0", "fastest", 5.0)
     (deadline_s,) = inside.deadlines_s
-    assert deadline_s is not None and 0 < deadline_s <= 3.0
+    assert deadline_s is not None and 0 < deadline_s < 3.5  # to be 3 s of the caller's 10; gRPC rounds it up
 
 
 async def test_one_that_is_not_there() -> None:
