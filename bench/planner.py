@@ -25,7 +25,7 @@ from bench.planner_rules import FlipRule, ThroughputPlanner
 from bench.planner_traces import Load, recorded_loads, synthetic_loads
 from model.kv_layout import KVLayout
 from router.candidate import Role
-from router.config import AdmissionPolicy, LimitPolicy, PlacementPolicy
+from router.config import AdmissionPolicy, LimitPolicy, PlacementPolicy, SloPolicy
 from router.observation import Observation
 from router.outcomes import Outcome
 from router.planner import Planner, PlanPolicy
@@ -84,8 +84,7 @@ class Result:
 
 def play(fleet: Fleet, run: Run) -> Result:
     load = fleet.loads()[run.load]
-    num_flips = 0
-    asked = _rule(run.rule, load)
+    slo, num_flips, asked = load.slo, 0, _rule(run.rule, load)
 
     def counted(observation: Observation) -> dict[str, Role]:
         nonlocal num_flips
@@ -98,7 +97,7 @@ def play(fleet: Fleet, run: Run) -> Result:
 
     def ended(outcome: Outcome) -> None:
         is_whole = not outcome.error and outcome.ttft_s is not None
-        if is_whole and (outcome.ttft_s or 0.0) <= load.slo.ttft_s and (outcome.tpot_s or 0.0) <= load.slo.tpot_s:
+        if is_whole and (outcome.ttft_s or 0.0) <= slo.ttft_s and (outcome.tpot_s or 0.0) <= slo.tpot_s:
             good.append(outcome.at_s)
 
     scenario = Scenario(
@@ -106,15 +105,15 @@ def play(fleet: Fleet, run: Run) -> Result:
         LAYOUT,
         Delays(message_s=0.0005, hand_over_s=0.002, report_s=0.5),
         role_changes=run.changes,
-        admission=AdmissionPolicy(max_queue_s=2 * load.slo.ttft_s),
-        placement=PlacementPolicy(LimitPolicy(max_backlog_s=load.slo.ttft_s)),
+        admission=AdmissionPolicy(max_queue_s=2 * slo.ttft_s),
+        placement=PlacementPolicy(LimitPolicy(max_backlog_s=slo.ttft_s), slo=SloPolicy(slo.ttft_s, slo.tpot_s)),
         planner=None if asked is None else counted,
         plan_every_s=1.0 if asked is None else asked[1],
         max_tokens=MAX_TOKENS,
         seed=fleet.seed,
     )
     totals = simulate(scenario, load.requests(fleet.seed), ended)
-    return Result(run, totals.goodput(load.slo), totals.attainment(load.slo), num_flips, totals.duration_s, good)
+    return Result(run, totals.goodput(slo), totals.attainment(slo), num_flips, totals.duration_s, good)
 
 
 def _worker(index: int, num_prefill: int) -> WorkerSpec:

@@ -8,7 +8,7 @@ import click
 
 from deploy.options import group_of
 from deploy.router_options import router_setting
-from router.config import LimitPolicy, PlacementPolicy
+from router.config import LimitPolicy, PlacementPolicy, SloPolicy
 
 _AT_LEAST_0, _ABOVE_0 = click.FloatRange(0), click.FloatRange(0, min_open=True)
 _POLICY, _LIMITS = PlacementPolicy(), LimitPolicy()
@@ -32,6 +32,11 @@ placement_options = group_of(
         help="Let a decode worker prefill what takes it no longer than this, where that is sooner. 0: never.",
     ),
     router_setting(
+        "--spill/--no-spill",
+        default=True,
+        help="Let a decode worker prefill what would be late by --slo-ttft, where it keeps to --slo-tpot all the same.",
+    ),
+    router_setting(
         "--transfer-gb-s",
         type=_ABOVE_0,
         default=_POLICY.transfer_bytes_per_s / 1e9,
@@ -46,11 +51,12 @@ placement_options = group_of(
 )
 
 
-def take_policy(settings: dict[str, Any]) -> PlacementPolicy:
+def take_policy(settings: dict[str, Any], slo: SloPolicy) -> PlacementPolicy:
     """Takes these options out of a command's settings."""
     return PlacementPolicy(
         limits=LimitPolicy(max_backlog_s=settings.pop("max_backlog_s"), max_sequences=settings.pop("max_sequences")),
         transfer_bytes_per_s=settings.pop("transfer_gb_s") * 1e9,
         max_added_step_s=settings.pop("local_prefill_ms") / 1000,
+        slo=slo if settings.pop("spill") else None,
         affinity_s=settings.pop("affinity_ms") / 1000,
     )

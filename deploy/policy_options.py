@@ -14,8 +14,9 @@ policy_options = group_of(
 
 def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
     """Takes these options out of a command's settings, as fields of a `RouterConfig`."""
+    planning = planning_options.take_policies(settings)
     return {
         "admission": admission_options.take_policy(settings),
-        "placement": placement_options.take_policy(settings),
-        **planning_options.take_policies(settings),
+        "placement": placement_options.take_policy(settings, planning["slo"]),
+        **planning,
     }

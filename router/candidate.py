@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from router.spill import Spilled
+
 
 class Role(enum.Flag):
     """As numbered in workers.proto."""
@@ -51,6 +53,8 @@ class Candidate:
     num_active: int  # sequences that decode, wait to, or are on their way
     num_coming: int = field(default=0, kw_only=True)  # of these on their way: still being prefilled
     stay_s: float = field(default=0.0, kw_only=True)  # of a sequence that decodes, from its first token to its end
+    spilled: Spilled = field(default=Spilled(), kw_only=True)
+    num_spilled_elsewhere: int = field(default=0, kw_only=True)  # the same, tokens sent by other routers
     num_free_blocks: int
     max_context_tokens: int | None = None  # of a sequence; None: as many as the model allows
     max_running: int = 0  # sequences that decode at once; 0: not known

@@ -20,6 +20,23 @@ class RelayPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class SloPolicy:
+    """What is promised: the first token and, on average, each later one in time, to this share of requests."""
+
+    ttft_s: float = 1.0
+    tpot_s: float = 0.1
+    percentile: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        for name in ("ttft_s", "tpot_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number of seconds above 0")
+        if not 0 < self.percentile < 1:
+            raise ValueError(f"percentile is {self.percentile}; it must be above 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
 class LimitPolicy:
     """What a worker may have before more had better wait at the router. One that has nothing is within any limit."""
 
@@ -35,6 +52,7 @@ class PlacementPolicy:
     limits: LimitPolicy = LimitPolicy()
     transfer_bytes_per_s: float = 4e9  # of a hand-over
     max_added_step_s: float = 0.0  # a decode worker may prefill a prompt itself that holds up others no longer; 0: none
+    slo: SloPolicy | None = None  # a prompt that would be late by it is prefilled by a decode worker that keeps to it
     affinity_s: float = 0.1  # how much later an answer may come for the sake of staying where its session was
     max_sessions: int = 10_000  # remembered
 
@@ -59,23 +77,6 @@ class SteeringPolicy:
     dry_run: bool = False
     every_s: float = 10.0  # from plan to plan
     flip_deadline_s: float = 600.0  # a change of a role that takes longer has failed
-
-
-@dataclass(frozen=True, slots=True)
-class SloPolicy:
-    """What is promised: the first token and, on average, each later one in time, to this share of requests."""
-
-    ttft_s: float = 1.0
-    tpot_s: float = 0.1
-    percentile: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Raises ValueError."""
-        for name in ("ttft_s", "tpot_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number of seconds above 0")
-        if not 0 < self.percentile < 1:
-            raise ValueError(f"percentile is {self.percentile}; it must be above 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)

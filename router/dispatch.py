@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from router.first_token import rank_of
+from router.spill import Spilled
 
 _NUM_RELEASES = 8  # that placement is told of
 _NUM_PROMPTS = 64  # that placement is told of
@@ -85,6 +86,7 @@ class Dispatches:
         self.num_coming = 0  # of those that decode here, until they are prefilled
         self.num_coming_blocks = 0
         self.num_handed_over = 0  # to other workers, in all
+        self.spilled = Spilled()
         self._num_stays = 0
         self._mean_stay_s = 0.0
         self.num_unreported_tokens = 0  # of those that prefill here, until they have or a report has them
@@ -125,6 +127,8 @@ class Dispatches:
             self.num_decoding += 1
             self.num_coming += 1
             self.num_coming_blocks += dispatch.num_blocks
+            if dispatch.prefill is None:
+                self.spilled = self.spilled.and_then(dispatch.at, dispatch.num_tokens)
             if dispatch.ends_at is not None:
                 insort(self._ends, (dispatch.ends_at, dispatch.num_blocks_in_all))
         if dispatch.prefills_on is self:

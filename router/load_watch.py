@@ -77,6 +77,11 @@ class LoadWatch:
         return 0.0 if self._began_s is None else self._seen_s - self._began_s
 
     @property
+    def steady_s(self) -> float:
+        """For how long nothing has changed."""
+        return self._steady_s
+
+    @property
     def num_answers(self) -> int:
         return len(self._answers)
 

@@ -29,6 +29,7 @@ class Grounds(enum.Enum):
     PREFIX = "prefix"
     SESSION = "session"
     LOCAL = "local"  # a decode worker prefills: it is sooner so
+    SPILL = "spill"  # a decode worker prefills: it would be late elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class _Option:
     first: Pick
     then: Pick | None
     cost: float
-    is_local: bool = False
+    grounds: Grounds | None = None  # why a decode worker prefills
 
     @property
     def rank(self) -> tuple[bool, bool, bool, float, float]:
@@ -125,15 +126,24 @@ def _options(pools: Pools, demand: Demand, weighing: Weighing) -> Iterator[_Opti
     )
     if then is not None:
         yield _Option(first, then, first.rank[1] + then.rank[1])
-        yield from _local_options([*favoured[Role.DECODE], then.entry], weighing)
+        yield from _local_options([*favoured[Role.DECODE], then.entry], first.entry, weighing)
 
 
-def _local_options(decoding: Sequence[Entry], weighing: Weighing) -> Iterator[_Option]:
-    """Decode workers that could prefill this prompt without those who decode there feeling it."""
+def _local_options(decoding: Sequence[Entry], prefill: Entry, weighing: Weighing) -> Iterator[_Option]:
+    """Decode workers that could prefill this prompt without those who decode there feeling it, or, if it would be late
+    from `prefill`, without one of them being late."""
+    is_late = weighing.is_late(prefill)
     for entry in decoding:
-        if entry.worker.role is Role.DECODE and weighing.holds_up_nobody(entry) and weighing.is_plain(entry.worker):
-            alone = Pick(entry, weighing.for_both(entry))
-            yield _Option(alone, None, alone.rank[1], is_local=True)
+        if entry.worker.role is not Role.DECODE or not weighing.is_plain(entry.worker):
+            continue
+        if weighing.holds_up_nobody(entry):
+            grounds = Grounds.LOCAL
+        elif is_late and weighing.keeps_promises(entry):
+            grounds = Grounds.SPILL
+        else:
+            continue
+        alone = Pick(entry, weighing.for_both(entry))
+        yield _Option(alone, None, alone.rank[1], grounds)
 
 
 def _placement(option: _Option, demand: Demand, weighing: Weighing) -> Placement:
@@ -159,8 +169,8 @@ def _placement(option: _Option, demand: Demand, weighing: Weighing) -> Placement
 
 def _grounds(option: _Option, demand: Demand, weighing: Weighing, num_held: int) -> Grounds:
     worker = option.first.entry.worker
-    if option.is_local:
-        return Grounds.LOCAL
+    if option.grounds is not None:
+        return option.grounds
     if weighing.num_cached(worker) or num_held:
         return Grounds.PREFIX
     if worker.id in demand.session:
@@ -174,6 +184,8 @@ def _reason(grounds: Grounds, option: _Option, num_cached: int, demand: Demand, 
         case Grounds.LOCAL:
             why = f"{name} decodes and is done sooner if it prefills, too: it holds all but "
             why += f"{demand.num_prompt_tokens - num_cached} of {demand.num_prompt_tokens} tokens"
+        case Grounds.SPILL:
+            why = f"it would be late on a prefill worker, and {name} keeps to the SLOs if it prefills, too"
         case Grounds.PREFIX if num_cached:
             why = f"{name} holds {num_cached} of {demand.num_prompt_tokens} tokens"
         case Grounds.PREFIX:

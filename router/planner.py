@@ -15,6 +15,7 @@ from statistics import fmean
 
 from router.candidate import Candidate, Role
 from router.load_watch import LoadWatch
+from router.mean_worths import MeanWorths
 from router.observation import LearntTimes, Observation
 from router.outcomes import Slo
 from router.outlook import Outlook
@@ -27,6 +28,7 @@ _HOPELESS = 0.2  # so much less attainment than another ratio under the first lo
 _MOST_RATIOS = 24  # that are tried each time
 _HARDLY = 0.01  # a gain under the load that is expected
 _LEAST_ANSWERS = 8  # to plan for
+_AGAIN = 2.5  # times the gain, to change roles again
 _EARLY_S = 30.0  # from the first request on: long answers are not known, and only what is clear is changed
 _LEAST_CONFIDENCE = 0.2  # in the step times, to plan with them
 _STEP_TOKENS = 2048  # where no worker says
@@ -81,6 +83,7 @@ class Planner:
         self._wanted: tuple[int, int] | None = None  # sizes that were proposed last, and how often in a row
         self._num_wanted = 0
         self._confidence = 0.0
+        self._worths = MeanWorths()
 
     def propose(self, observation: Observation) -> Proposal:
         self._watch.observe(observation)
@@ -96,9 +99,9 @@ class Planner:
             return self._keep(num_prefill, len(workers), "as it is: it is not known yet how long steps take")
         outlook = self._outlook(workers, observation, models)
         options = self._options(outlook)
-        best = max(options, key=lambda option: (option.worth, -len(option.roles)))
         as_is = next(option for option in options if not option.roles)
-        chosen, reason = self._chosen(as_is, best, observation.now_s)
+        best, gain = self._best(as_is, options, observation.now_s)
+        chosen, reason = self._chosen(as_is, best, gain, observation.now_s)
         if chosen.roles:
             self._flipped_at_s = observation.now_s
         plan = self._planned(chosen.forecast, reason)
@@ -172,11 +175,29 @@ class Planner:
             closer = [replace(request, at_s=request.at_s / load) for request in outlook.expected]
             option.scores.append(replay(closer, prefill, decode, self._policy.most_wait_s).scores(self._policy.slo))
 
-    def _chosen(self, as_is: _Option, best: _Option, now: float) -> tuple[_Option, str]:
+    def _best(self, as_is: _Option, options: Sequence[_Option], now: float) -> tuple[_Option, float]:
+        """The one that is best now if it is clearly so, or else the one that has been best of late; and its gain."""
+        worths = self._worths.add(
+            now, self._watch.steady_s, {option.forecast.num_prefill: option.worth for option in options}
+        )
+        best = max(options, key=lambda option: (option.worth, -len(option.roles)))
+        if self._is_clear(as_is, best, now):
+            return best, best.worth - as_is.worth
+        best = max(options, key=lambda option: (worths[option.forecast.num_prefill], -len(option.roles)))
+        return best, worths[best.forecast.num_prefill] - worths[as_is.forecast.num_prefill]
+
+    def _is_clear(self, as_is: _Option, best: _Option, now: float) -> bool:
+        """Much better already under the load that is expected. Where nothing has changed since roles last did, what
+        seems so is mostly chance."""
+        has_changed = min(self._watch.steady_s, self._watch.past_s) < now - self._flipped_at_s
+        least = self._policy.clear_gain * (1.0 if has_changed else _AGAIN)
+        return fmean(best.scores[0]) - fmean(as_is.scores[0]) >= least
+
+    def _chosen(self, as_is: _Option, best: _Option, gain: float, now: float) -> tuple[_Option, str]:
         """Whether to change, and why (not)."""
-        policy, gain = self._policy, best.worth - as_is.worth
+        policy = self._policy
         gain_now = fmean(best.scores[0]) - fmean(as_is.scores[0])
-        is_clear = gain_now >= policy.clear_gain
+        is_clear = self._is_clear(as_is, best, now)
         least_gain = policy.least_gain if gain_now >= _HARDLY else policy.reserve_gain
         sizes = best.forecast.num_prefill, best.forecast.num_decode
         self._num_wanted = self._num_wanted + 1 if sizes == self._wanted else 1

@@ -23,6 +23,7 @@ class SentLoad:
     num_coming_blocks: int = 0
     num_unreported_tokens: int = 0
     num_coming: int = 0
+    num_spilled_tokens: int = 0
 
     def __add__(self, other: SentLoad) -> SentLoad:
         return SentLoad(
@@ -30,6 +31,7 @@ class SentLoad:
             self.num_coming_blocks + other.num_coming_blocks,
             self.num_unreported_tokens + other.num_unreported_tokens,
             self.num_coming + other.num_coming,
+            self.num_spilled_tokens + other.num_spilled_tokens,
         )
 
 
@@ -111,6 +113,7 @@ class RouterRecord:
             "beat": self.beat,
             "loads": rows,
             "coming": [load.num_coming for load in self.loads.values()],  # apart: older routers know rows of five
+            "spilled": [load.num_spilled_tokens for load in self.loads.values()],
             "keys": self.uses.to_json(),
         }
         return json.dumps(record, separators=(",", ":")).encode()
@@ -121,10 +124,11 @@ class RouterRecord:
         try:
             record: dict[str, Any] = json.loads(raw)
             rows = record["loads"]
-            all_coming = record.get("coming", [0] * len(rows))
+            none = [0] * len(rows)
+            more = zip(record.get("coming", none), record.get("spilled", none), strict=True)
             loads = {
-                WorkerId(str(name), str(epoch)): SentLoad(int(decoding), int(blocks), int(tokens), int(coming))
-                for (name, epoch, decoding, blocks, tokens), coming in zip(rows, all_coming, strict=True)
+                WorkerId(str(name), str(epoch)): SentLoad(*map(int, (*sent, *others)))
+                for (name, epoch, *sent), others in zip(rows, more, strict=True)
             }
             uses = KeyUses.from_json(record["keys"]) if "keys" in record else KeyUses()
             return cls(str(record["address"]), int(record["beat"]), loads, uses)

@@ -24,7 +24,8 @@ class SharedWorkers:
 
     def sent_loads(self) -> Mapping[WorkerId, SentLoad]:
         """Of workers that have any."""
-        loads = {worker.profile.id: _sent(worker) for worker in self._table.workers()}
+        now = self._table.snapshot().now
+        loads = {worker.profile.id: _sent(worker, now) for worker in self._table.workers()}
         return {worker: load for worker, load in loads.items() if load != SentLoad()}
 
     def set_sent_elsewhere(self, loads: Mapping[WorkerId, SentLoad]) -> None:
@@ -53,6 +54,12 @@ class SharedWorkers:
         return [worker for worker in self._table.workers() if worker.load.state is not WorkerState.LOST]
 
 
-def _sent(worker: Worker) -> SentLoad:
+def _sent(worker: Worker, now: float) -> SentLoad:
     sent = worker.dispatches
-    return SentLoad(sent.num_decoding, sent.num_coming_blocks, sent.num_unreported_tokens, sent.num_coming)
+    return SentLoad(
+        sent.num_decoding,
+        sent.num_coming_blocks,
+        sent.num_unreported_tokens,
+        sent.num_coming,
+        round(sent.spilled.num_tokens_at(now)),
+    )

@@ -19,6 +19,7 @@ from router.step_costs import StepCosts
 from router.traced_request import PREFIX_BLOCK_TOKENS
 
 _MOST_GAPS = 256
+_NEVER = -1
 
 
 class SimulatedBatch:
@@ -286,6 +287,7 @@ class SimulatedBatch:
             if not decoding.is_computing:
                 self._part(decoding)
                 self._note_gap(decoding)
+                decoding.stop_round = _NEVER  # a stop that is noted says nothing of it any more
                 if decoding in self.fresh:
                     self.fresh.remove(decoding)
             else:

@@ -95,6 +95,8 @@ class Worker:
             num_active=max(load.num_running + load.num_waiting, sent.num_decoding + other.num_decoding),
             num_coming=sent.num_coming + other.num_coming,
             stay_s=sent.stay_s,
+            spilled=sent.spilled,
+            num_spilled_elsewhere=other.num_spilled_tokens,
             num_free_blocks=load.num_free_blocks - sent.num_coming_blocks - other.num_coming_blocks,
             max_context_tokens=self.profile.max_context_tokens,
             max_running=self.profile.max_running,

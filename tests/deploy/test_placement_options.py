@@ -9,7 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.placement_options import placement_options, take_policy
-from router.config import LimitPolicy, PlacementPolicy
+from router.config import LimitPolicy, PlacementPolicy, SloPolicy
+
+SLO = SloPolicy(0.5, 0.05)
 
 
 def policy_of(*arguments: str) -> PlacementPolicy:
@@ -18,7 +20,7 @@ def policy_of(*arguments: str) -> PlacementPolicy:
     @click.command()
     @placement_options
     def command(**settings: Any) -> None:
-        taken.append(take_policy(settings))
+        taken.append(take_policy(settings, SLO))
         assert not settings
 
     result = CliRunner().invoke(command, arguments, standalone_mode=False)
@@ -27,13 +29,13 @@ def policy_of(*arguments: str) -> PlacementPolicy:
     return taken[0]
 
 
-def test_without_options_a_policy_is_the_routers_own() -> None:
-    assert policy_of() == PlacementPolicy()
+def test_without_options_a_policy_is_the_routers_own_for_these_slos() -> None:
+    assert policy_of() == PlacementPolicy(slo=SLO)
 
 
 def test_options_are_in_the_units_that_they_name() -> None:
     arguments = "--max-backlog-s 3 --max-sequences 7 --local-prefill-ms 20 --transfer-gb-s 12.5 --affinity-ms 0"
-    assert policy_of(*arguments.split()) == PlacementPolicy(
+    assert policy_of(*arguments.split(), "--no-spill") == PlacementPolicy(
         limits=LimitPolicy(max_backlog_s=3.0, max_sequences=7),
         transfer_bytes_per_s=12.5e9,
         max_added_step_s=0.02,

@@ -147,6 +147,20 @@ def test_one_that_goes_on_is_in_the_next_step_first() -> None:
     assert made == sorted((each.at_s, each.num_prompt_tokens, each.num_output_tokens) for each in trace)
 
 
+def test_one_that_was_preempted_stops_only_at_its_end() -> None:
+    """It would have stopped in the round in which it computes its last token anew, had it not been preempted."""
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)
+    workers = [
+        a_worker(f"w{i}", role, num_blocks=100, max_step_tokens=step, max_running=most, link_bytes_per_s=1e5)
+        for i, (role, step, most) in enumerate(zip(roles, (64, 64, 64, 300), (1, 1, 1, 3), strict=True))
+    ]
+    rows = [(0.0, 1146, 105), (0.0, 1146, 105), (2.0, 1, 106)]
+    trace = [TracedRequest(at, prompt, output, tuple(range(prompt // 512))) for at, prompt, output in rows]
+    delays = Delays(message_s=0.0, hand_over_s=0.0, report_s=0.05)
+    outcomes = run(Scenario(workers, LAYOUT, delays, [Failure(4.0, "w0")]), trace, watched=True)
+    assert sorted(outcome.num_output_tokens for outcome in outcomes) == [105, 105, 106]
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(scenarios(), traces())
 def test_the_same_seed_gives_the_same_outcomes(scenario: Scenario, trace: list[TracedRequest]) -> None:
