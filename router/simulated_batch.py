@@ -19,7 +19,6 @@ from router.step_costs import StepCosts
 from router.traced_request import PREFIX_BLOCK_TOKENS
 
 _MOST_GAPS = 256
-_NEVER = -1
 
 
 class SimulatedBatch:
@@ -283,15 +282,17 @@ class SimulatedBatch:
 
     def _preempt(self, decoding: Decoding) -> None:
         """It keeps its tokens, and is computed again when there is room."""
+        if decoding in self.running and not decoding.is_computing:
+            self._part(decoding)
+            self._note_gap(decoding)
+            decoding.stop_round = -1  # a stop that is noted says nothing of it any more
+            if decoding in self.fresh:
+                self.fresh.remove(decoding)
+        else:
+            decoding.joined_round = self.round  # it has no token of the last one
+        if decoding.is_computing:
+            self.computing.remove(decoding)
         if decoding in self.running:
-            if not decoding.is_computing:
-                self._part(decoding)
-                self._note_gap(decoding)
-                decoding.stop_round = _NEVER  # a stop that is noted says nothing of it any more
-                if decoding in self.fresh:
-                    self.fresh.remove(decoding)
-            else:
-                self.computing.remove(decoding)
             del self.running[decoding]
             self.waiting.appendleft(decoding)
         decoding.attempt.request.num_preemptions += 1
