@@ -34,7 +34,7 @@ placement_options = group_of(
     router_setting(
         "--spill/--no-spill",
         default=True,
-        help="Let a decode worker prefill what would be late by --slo-ttft, where it keeps to --slo-tpot all the same.",
+        help="Let a decode worker prefill what might be late by --slo-ttft, where it keeps to --slo-tpot all the same.",
     ),
     router_setting(
         "--transfer-gb-s",

@@ -14,7 +14,7 @@ from router.demand import Demand
 from router.first_token import Prompt, first_token_s
 from router.fleet import Entry, Fleet, Lines, Pools
 from router.prediction import EXPECTED_OUTPUT_TOKENS, Pace, num_active_at, num_free_blocks_at, stepped, tpot_of
-from router.spill import keeps_promises
+from router.spill import Spill, is_late
 
 _STEP_TOKENS = 1024  # that a decode worker computes in a step, where it does not say
 _MATCHED_AT_MOST = 12  # workers with the longest prefixes are looked at, beside the least loaded ones
@@ -219,11 +219,11 @@ class Weighing:
         return most_s > 0 and knows and self._token_s(entry) * self.num_uncached(entry.worker) <= most_s
 
     def is_late(self, prefill: Entry) -> bool:
-        """Whether its first token would come later from there than promised."""
+        """Whether its first token might come later from there than promised."""
         if self._policy.slo is None or not (self.knows_prefill and self.knows_decode):
             return False
         ttft_s = self.first_token_s(prefill)
-        return ttft_s is not None and ttft_s > self._policy.slo.ttft_s
+        return ttft_s is not None and is_late(self._policy.slo, ttft_s)
 
     def keeps_promises(self, entry: Entry) -> bool:
         """Whether a decode worker that prefills this prompt, too, is in time with it and with all others."""
@@ -235,7 +235,8 @@ class Weighing:
         most = _STEP_TOKENS if worker.prefill_times is None else worker.prefill_times.max_step_tokens
         ttft_s = token_s * num_tokens + tpot_s * (1 + math.ceil(num_tokens / most))  # steps make tokens for others, too
         num_spilled = worker.spilled.num_tokens_at(self._now) + worker.num_spilled_elsewhere
-        return keeps_promises(slo, ttft_s, tpot_s, token_s * (num_spilled + num_uncached))
+        prompt_s, prompts_s = token_s * num_uncached, token_s * (num_spilled + num_uncached)
+        return Spill(ttft_s, tpot_s, prompt_s, prompts_s, worker.num_active, worker.stay_s).keeps(slo)
 
     def _token_s(self, entry: Entry) -> float:
         return stepped(self._typical.token_s, entry.speed.token) or 1.0

@@ -17,7 +17,7 @@ from router.placement import Grounds, Placement, place
 from router.scenario import Delays, Scenario
 from router.shared_records import RouterRecord, SentLoad
 from router.simulator import simulate
-from router.spill import Spilled, keeps_promises
+from router.spill import Spill, Spilled
 from router.step_costs import StepCosts
 from router.synthetic_trace import Lengths, Phase, synthetic_trace
 from tests.router.simulations import LAYOUT, a_worker
@@ -36,18 +36,26 @@ def test_what_was_spilled_fades_away() -> None:
     assert first.and_then(15.0, 50).num_tokens_at(25.0) == pytest.approx(100 / math.e**2 + 50 / math.e)
 
 
+FITS = Spill(ttft_s=1.0, tpot_s=0.04, prompt_s=0.3, prompts_s=1.0, num_beside=20, stay_s=0.0)
+
+
 @pytest.mark.parametrize(
-    ("ttft_s", "tpot_s", "prompts_s", "keeps"),
+    ("spill", "keeps"),
     [
-        (1.0, 0.04, 1.0, True),  # a tenth of the time: 44 ms a token, of 45 that are given away
-        (1.0, 0.04, 1.2, False),  # 45.5 ms
-        (1.1, 0.04, 1.0, False),
-        (1.0, 0.046, 0.0, False),
-        (0.1, 0.001, 10.0, False),  # nothing but prompts
+        (FITS, True),  # a tenth of the time: 44 ms a token, of 45 that are given away
+        (replace(FITS, prompts_s=1.2), False),  # 45.5 ms
+        (replace(FITS, ttft_s=1.1), False),
+        (replace(FITS, tpot_s=0.046, prompts_s=0.0), False),
+        (replace(FITS, tpot_s=0.001, prompts_s=10.0), False),  # nothing but prompts
+        # 0.3 s make answers of less than 30 tokens late. Of mean 200 those are 1.0 % of what runs, of 50 12.2 %.
+        (replace(FITS, stay_s=200 * 0.04, num_beside=48), True),
+        (replace(FITS, stay_s=200 * 0.04, num_beside=50), False),
+        (replace(FITS, stay_s=50 * 0.04, num_beside=4), True),
+        (replace(FITS, stay_s=50 * 0.04, num_beside=5), False),
     ],
 )
-def test_promises(ttft_s: float, tpot_s: float, prompts_s: float, keeps: bool) -> None:
-    assert keeps_promises(SLO, ttft_s, tpot_s, prompts_s) == keeps
+def test_promises(spill: Spill, keeps: bool) -> None:
+    assert spill.keeps(SLO) == keeps
 
 
 def test_only_prompts_that_are_computed_where_they_decode_are_counted() -> None:
@@ -68,7 +76,8 @@ def placed(prefill: dict[str, int], decode: dict[str, int], policy: PlacementPol
     [
         ({"num_queued_tokens": 2000}, {}, SPILLS, Grounds.SPILL),
         ({"num_queued_tokens": 2000}, {}, KEEPS, Grounds.LOAD),  # not wanted
-        ({"num_queued_tokens": 500}, {}, SPILLS, Grounds.LOAD),  # in time: 1,000 tokens in 0.98 s
+        ({"num_queued_tokens": 350}, {}, SPILLS, Grounds.SPILL),  # 850 tokens in 0.83 s: that might be late
+        ({"num_queued_tokens": 300}, {}, SPILLS, Grounds.LOAD),  # 0.78 s
         ({"num_queued_tokens": 2000}, {"num_queued_tokens": 600}, SPILLS, Grounds.LOAD),  # late there, too
         # With eleven sequences a token takes 35 ms, and of 45 that leaves 22 % of ten seconds: 2,276 tokens.
         ({"num_queued_tokens": 2000}, {"num_spilled_elsewhere": 1700}, SPILLS, Grounds.SPILL),
