@@ -163,12 +163,12 @@ def taken(*arguments: str) -> Iterator[dict[str, Any]]:
 
 def test_options_of_the_router() -> None:
     with taken() as policies:
-        assert policies == {"steering": SteeringPolicy(), "slo": SloPolicy()}
+        assert policies == {"steering": SteeringPolicy(), "slo": SloPolicy(), "slo_classes": {}}
         assert SteeringPolicy().is_automatic and not SteeringPolicy().dry_run
     arguments = "--plan frozen --plan-dry-run --plan-every 5 --slo-ttft 0.2 --slo-tpot 0.03 --slo-share 0.95"
     with taken(*arguments.split()) as policies:
         steering = SteeringPolicy(is_automatic=False, dry_run=True, every_s=5.0)
-        assert policies == {"steering": steering, "slo": SloPolicy(0.2, 0.03, 0.95)}
+        assert policies == {"steering": steering, "slo": SloPolicy(0.2, 0.03, 0.95), "slo_classes": {}}
     for wrong in ("--slo-ttft 0", "--slo-tpot -1", "--slo-share 1", "--plan-every 0"):
         with pytest.raises(click.BadParameter, match="is not in the range"), taken(*wrong.split()):
             pass

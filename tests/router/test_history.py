@@ -417,7 +417,7 @@ class Heard:
     def failed(self) -> None:
         self.told.append("failed")
 
-    def refused(self, *, had_arrived: bool) -> None:
+    def refused(self, *, had_arrived: bool, slo_class: str) -> None:
         self.told.append(f"refused {had_arrived}")
 
 
