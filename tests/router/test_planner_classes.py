@@ -8,6 +8,7 @@ import pytest
 
 from router.candidate import Role
 from router.config import AdmissionPolicy, LimitPolicy, PlacementPolicy
+from router.load_watch import LoadWatch
 from router.observation import Answered, Arrival, Observation
 from router.outcomes import Outcome, Slo
 from router.planner import Planner, PlanPolicy
@@ -113,6 +114,24 @@ def test_one_class_is_planned_for_as_before_there_were_any(
     assert after_three(Planner(others), seen) == proposal  # nobody is of it
     renamed = [replace(each, slo_class="gone") for each in seen.arrived]
     assert after_three(Planner(others), replace(seen, arrived=renamed)).plan.num_prefill == num_prefill
+
+
+def test_lengths_of_answers_are_those_of_the_class() -> None:
+    """Prompts are all alike. Of the class of which too little is known, answers are taken to be like anybody's."""
+    watch, kinds = LoadWatch(), [("", 10), ("batch", 400)]
+    arrived = [Arrival(index / 4, 100, 2000, kinds[index % 2][0]) for index in range(200)]
+    answered = [
+        Answered(each.at_s, each.at_s + 1, 100, 0, dict(kinds)[each.slo_class], 0.1, 0.01, each.slo_class)
+        for each in arrived
+    ]
+    arrived[-1] = replace(arrived[-1], slo_class="new")
+    watch.observe(Observation(50.0, fleet(1, 1), 0, arrived, answered, models=TIMES))
+    expected = watch.expected(4.0)
+    lengths: dict[str, set[int]] = {}
+    for each in expected:
+        lengths.setdefault(each.slo_class, set()).add(each.num_output_tokens)
+    assert lengths[""] == {10} and lengths["batch"] == {400}
+    assert lengths["new"] <= {10, 400} and lengths["new"]
 
 
 def test_it_is_tried_in_the_simulator() -> None:
