@@ -54,8 +54,8 @@ class ClassWeights:
         return LACKING * fmean(of_each)
 
     def scale(self, scores: Sequence[float]) -> float:
-        """How much a request counts in the mean as it is, by these scores: a gain over it is as large as one class's.
-        Where all fall short alike, what a share of the requests more is worth is that share."""
+        """How much a request counts in the mean, as it is by these scores. Gains are divided by it: where all classes
+        fall short, a share more of the requests that meet their SLOs is a gain of that share, as with one class."""
         if not self._judged:
             return 1.0
         short = sum(_attainment(scores, of) < self._shares[name] for name, of in self._judged.items())

@@ -75,7 +75,7 @@ class _Option:
 
     @property
     def kept(self) -> float:
-        """Of what is promised, under the load that is expected: what holds is worth."""
+        """How well promises are kept under the load that is expected: by all requests, and by classes."""
         return self.forecast.attainment + self.weights.kept(self.scores[0])
 
     @property
