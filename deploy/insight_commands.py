@@ -18,7 +18,7 @@ from deploy.quantity import told
 from deploy.security_options import Connect, router_access
 
 if TYPE_CHECKING:
-    from protos.insight_values import Percentiles, RequestSummary, Traffic
+    from protos.insight_values import ClassTraffic, Percentiles, RequestSummary, Traffic
 
 _MAX_LISTED = 500
 _LEAST_S, _MOST_S = 10.0, 3600.0
@@ -139,7 +139,17 @@ def traffic_lines(traffic: Traffic) -> list[str]:
         f"and {told(traffic.output_tokens_per_s, '')} output tokens/s",
     ]
     met = f"{100 * traffic.attainment:.1f} % of the answers met both SLOs" if traffic.ttft_s.count else "no answers"
-    return [*lines, f"{met}; {traffic.num_failed} failed, {traffic.num_refused} refused"]
+    return [
+        *lines,
+        f"{met}; {traffic.num_failed} failed, {traffic.num_refused} refused",
+        *(f"  {each.slo_class}: {_met(each)}" for each in traffic.classes),
+    ]
+
+
+def _met(each: ClassTraffic) -> str:
+    if not each.num_answers:
+        return "no answers"
+    return f"{100 * each.attainment:.1f} % of {each.num_answers:,}, of which {100 * each.share:.4g} % are to"
 
 
 def times_table(traffic: Traffic) -> Table:

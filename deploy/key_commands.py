@@ -49,6 +49,7 @@ def key() -> None:
     help="infer: ask the model. read: see the status. operate: change roles and drain workers.",
 )
 @click.option("--tenant", default="", help="Who shares fair queueing with other keys.  [default: NAME]")
+@click.option("--slo-class", default="", help="A --slo-class of the router, which its requests are promised.")
 @click.option("--requests-per-minute", type=_NUMBER, help="At most.  [default: no limit]")
 @click.option("--tokens-per-minute", type=_NUMBER, help="Prompts and answers, at most.  [default: no limit]")
 @click.option("--num-concurrent", type=_NUMBER, help="Requests at once, at most.  [default: no limit]")
@@ -58,6 +59,7 @@ def create(
     name: str,
     scopes: tuple[str, ...],
     tenant: str,
+    slo_class: str,
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
     num_concurrent: int | None,
@@ -75,7 +77,15 @@ def create(
     if expires_days is not None:
         expires_at = (datetime.now(UTC) + timedelta(days=expires_days)).replace(microsecond=0)
     limits = Limits(requests_per_minute, tokens_per_minute, num_concurrent)
-    made = create_key(path, name, tenant=tenant or name, scopes=granted, limits=limits, expires_at=expires_at)
+    made = create_key(
+        path,
+        name,
+        tenant=tenant or name,
+        scopes=granted,
+        limits=limits,
+        expires_at=expires_at,
+        slo_class=slo_class,
+    )
     click.echo(made)
     click.echo(f"{name} may {', '.join(scopes)}. Keep the key above: nothing else has it.", err=True)
 
@@ -87,10 +97,13 @@ def list_(path: Path) -> None:
     from router.keys import read_keys
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("key", "tenant", "scopes", "limits", "expires"):
+    entries = read_keys(path)
+    has_classes = any(entry.slo_class for entry in entries)
+    for heading in ("key", "tenant", *["SLO class"] * has_classes, "scopes", "limits", "expires"):
         table.add_column(heading, no_wrap=True)
-    for entry in read_keys(path):
-        table.add_row(entry.name, entry.tenant, _scopes_of(entry), _limits_of(entry), _expiry_of(entry))
+    for entry in entries:
+        slo_class = [entry.slo_class or "default"] * has_classes
+        table.add_row(entry.name, entry.tenant, *slo_class, _scopes_of(entry), _limits_of(entry), _expiry_of(entry))
     Console(highlight=False, width=120).print(table)
 
 

@@ -40,9 +40,9 @@ def group_of(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def setting(flag: str, **attributes: Any) -> Callable[[F], F]:
-    """An option whose flag spells the field it sets: --block-size sets block_size."""
-    return click.option(flag, show_default=True, **attributes)
+def setting(*flag: str, **attributes: Any) -> Callable[[F], F]:
+    """An option whose flag spells the field it sets, --block-size block_size, unless that is named beside it."""
+    return click.option(*flag, show_default=True, **attributes)
 
 
 class WorkerOption(click.Option):
@@ -243,7 +243,8 @@ def as_arguments(context: click.Context, is_wanted: Callable[[click.Parameter], 
             if is_switch:
                 arguments += [(parameter.opts if value else parameter.secondary_opts)[0]]
             else:
-                arguments += [parameter.opts[0], str(value)]
+                values = value if parameter.multiple else (value,)
+                arguments += [text for each in values for text in (parameter.opts[0], str(each))]
     return arguments
 
 

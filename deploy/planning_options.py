@@ -9,9 +9,20 @@ import click
 from deploy.options import group_of
 from deploy.router_options import router_setting
 from router.config import SloPolicy, SteeringPolicy
+from router.slo_classes import parse_classes
 
 _ABOVE_0 = click.FloatRange(0, min_open=True)
 _POLICY, _SLO = SteeringPolicy(), SloPolicy()
+
+
+def _classes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """As they were given, so that they can be passed on."""
+    try:
+        parse_classes(values, _SLO)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return values
+
 
 planning_options = group_of(
     router_setting(
@@ -40,6 +51,14 @@ planning_options = group_of(
         default=_SLO.percentile,
         help="Of the requests are to keep to both.",
     ),
+    router_setting(
+        "--slo-class",
+        "slo_classes",
+        multiple=True,
+        metavar="NAME=ttft:SECONDS,tpot:SECONDS,share:SHARE",
+        callback=_classes,
+        help="Other SLOs, for the keys that name this class; what is left out is as above. May be given several times.",
+    ),
 )
 
 
@@ -51,4 +70,4 @@ def take_policies(settings: dict[str, Any]) -> dict[str, Any]:
         every_s=settings.pop("plan_every"),
     )
     slo = SloPolicy(settings.pop("slo_ttft"), settings.pop("slo_tpot"), settings.pop("slo_share"))
-    return {"steering": steering, "slo": slo}
+    return {"steering": steering, "slo": slo, "slo_classes": parse_classes(settings.pop("slo_classes"), slo)}

@@ -52,7 +52,9 @@ def _facts(plan: Plan) -> Table:
     if plan.planned_by:
         ago = "nothing yet" if plan.planned_ago_s is None else f"{duration(plan.planned_ago_s)} ago"
         table.add_row("planned", f"{ago}, at {plan.planned_by}")
-    table.add_row("SLO", _slo(plan))
+    table.add_row("SLO", _slo(plan.slo_ttft_s, plan.slo_tpot_s, plan.slo_share))
+    for each in plan.slo_classes:
+        table.add_row("", f"{each.name}: {_slo(each.ttft_s, each.tpot_s, each.share)}")
     return table
 
 
@@ -72,9 +74,9 @@ def _gain(plan: Plan) -> str:
     return f" ({plan.proposed_gain:+.3g} requests/s within the SLO)" if plan.proposed_gain else ""
 
 
-def _slo(plan: Plan) -> str:
-    times = f"first token within {duration(plan.slo_ttft_s)}, then {duration(plan.slo_tpot_s)} a token"
-    return f"{times}, for {100 * plan.slo_share:.4g} % of the requests"
+def _slo(ttft_s: float, tpot_s: float, share: float) -> str:
+    times = f"first token within {duration(ttft_s)}, then {duration(tpot_s)} a token"
+    return f"{times}, for {100 * share:.4g} % of the requests"
 
 
 def _flips_table(flips: Sequence[Flip], zone: tzinfo | None) -> Table:

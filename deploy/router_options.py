@@ -14,8 +14,8 @@ class RouterOption(click.Option):
     """How the router works."""
 
 
-def router_setting(flag: str, **attributes: Any) -> Callable[[F], F]:
-    return setting(flag, cls=RouterOption, **attributes)
+def router_setting(*flag: str, **attributes: Any) -> Callable[[F], F]:
+    return setting(*flag, cls=RouterOption, **attributes)
 
 
 def of_router(context: click.Context) -> list[str]:

@@ -32,6 +32,7 @@ class Caller:
     tenant: str = ""
     scopes: Scope = Scope.INFER | Scope.READ | Scope.OPERATE
     limits: Limits = Limits()
+    slo_class: str = ""  # what its requests are promised; empty: as anybody's
 
 
 ANYONE = Caller()  # where no keys are asked for

@@ -45,6 +45,20 @@ class TrafficSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassTraffic:
+    """Of the answers of one SLO class. `attainment`: the share that met its SLOs, `share` that which is to."""
+
+    slo_class: str
+    num_answers: int
+    attainment: float
+    share: float
+
+    @staticmethod
+    def from_message(message: pb.ClassTraffic) -> ClassTraffic:
+        return ClassTraffic(message.slo_class, message.num_answers, message.attainment, message.share)
+
+
+@dataclass(frozen=True, slots=True)
 class Traffic:
     window_s: float  # that it covers
     ttft_s: Percentiles
@@ -57,6 +71,7 @@ class Traffic:
     num_failed: int
     num_refused: int
     slices: tuple[TrafficSlice, ...]  # oldest first
+    classes: tuple[ClassTraffic, ...] = ()  # the default one first; none where it is the only one
 
     @staticmethod
     def from_message(message: pb.Traffic) -> Traffic:
@@ -72,6 +87,7 @@ class Traffic:
             num_failed=message.num_failed,
             num_refused=message.num_refused,
             slices=tuple(map(TrafficSlice.from_message, message.slices)),
+            classes=tuple(map(ClassTraffic.from_message, message.classes)),
         )
 
 
@@ -91,6 +107,7 @@ class RequestSummary:
     num_resumes: int
     num_moves: int
     tenant: str
+    slo_class: str = ""  # empty: the default one
 
     @staticmethod
     def from_message(message: pb.RequestSummary) -> RequestSummary:
@@ -109,6 +126,7 @@ class RequestSummary:
             num_resumes=message.num_resumes,
             num_moves=message.num_moves,
             tenant=message.tenant,
+            slo_class=message.slo_class,
         )
 
 

@@ -26,43 +26,45 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/insights.proto\x12\npdserve.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16protos/inference.proto\"C\n\x0bPercentiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0b\n\x03p50\x18\x02 \x01(\x01\x12\x0b\n\x03p90\x18\x03 \x01(\x01\x12\x0b\n\x03p99\x18\x04 \x01(\x01\"7\n\x11GetTrafficRequest\x12\x15\n\x08window_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0b\n\t_window_s\"\xaa\x01\n\x0cTrafficSlice\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0erequests_per_s\x18\x02 \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x03 \x01(\x01\x12\x12\n\nttft_p90_s\x18\x04 \x01(\x01\x12\x12\n\ntpot_p90_s\x18\x05 \x01(\x01\x12\x15\n\rrefused_per_s\x18\x06 \x01(\x01\"\xbc\x02\n\x07Traffic\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12\'\n\x06ttft_s\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.Percentiles\x12\'\n\x06tpot_s\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.Percentiles\x12\x16\n\x0erequests_per_s\x18\x04 \x01(\x01\x12\x1b\n\x13prompt_tokens_per_s\x18\x05 \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x63\x61\x63hed_share\x18\x07 \x01(\x01\x12\x12\n\nattainment\x18\x08 \x01(\x01\x12\x12\n\nnum_failed\x18\t \x01(\x03\x12\x13\n\x0bnum_refused\x18\n \x01(\x03\x12(\n\x06slices\x18\x0b \x03(\x0b\x32\x18.pdserve.v1.TrafficSlice\"r\n\x13ListRequestsRequest\x12\x12\n\x05limit\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\'\n\x05order\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.RequestOrder\x12\x14\n\x0crunning_only\x18\x03 \x01(\x08\x42\x08\n\x06_limit\"\xe8\x02\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x0breceived_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x03\x12\x19\n\x11num_output_tokens\x18\t \x01(\x03\x12&\n\x08timeline\x18\n \x01(\x0b\x32\x14.pdserve.v1.Timeline\x12\x13\n\x0bnum_retries\x18\x0b \x01(\x05\x12\x13\n\x0bnum_resumes\x18\x0c \x01(\x05\x12\x11\n\tnum_moves\x18\r \x01(\x05\x12\x0e\n\x06tenant\x18\x0e \x01(\t\"D\n\x14ListRequestsResponse\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.pdserve.v1.RequestSummary\"-\n\x18GetWorkerInsightsRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x14\n\x12GetInsightsRequest\"\x9f\x01\n\rDraftInsights\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x12\n\nacceptance\x18\x02 \x03(\x01\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\x12\x17\n\x0ftokens_per_step\x18\x04 \x01(\x01\x12\x0f\n\x07speedup\x18\x05 \x01(\x01\x12\x16\n\x0e\x64rafted_tokens\x18\x06 \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x07 \x01(\x03\">\n\nExpertLoad\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x0e\n\x06shares\x18\x02 \x03(\x02\x12\x11\n\timbalance\x18\x03 \x01(\x01\"\xad\x02\n\x10TransferInsights\x12\x18\n\x10sent_bytes_per_s\x18\x01 \x01(\x01\x12\x1c\n\x14received_bytes_per_s\x18\x02 \x01(\x01\x12\x15\n\rexposed_p50_s\x18\x03 \x01(\x01\x12\x15\n\rexposed_p90_s\x18\x04 \x01(\x01\x12\x12\n\nnum_leases\x18\x05 \x01(\x03\x12\x1a\n\x12num_expired_leases\x18\x06 \x01(\x03\x12\x1e\n\x16num_quarantined_blocks\x18\x07 \x01(\x03\x12\x1b\n\x13oldest_quarantine_s\x18\x08 \x01(\x01\x12\x19\n\x11num_failed_writes\x18\t \x01(\x03\x12\x14\n\x0cnum_rejected\x18\n \x01(\x03\x12\x15\n\rnum_handovers\x18\x0b \x01(\x03\"\xd0\x01\n\x0eWorkerInsights\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12)\n\x06\x64rafts\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.DraftInsights\x12\'\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.ExpertLoad\x12/\n\ttransfers\x18\x04 \x01(\x0b\x32\x1c.pdserve.v1.TransferInsights\x12\x14\n\x0c\x64raft_reason\x18\x05 \x01(\t\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01*b\n\x0cRequestOrder\x12\x1d\n\x19REQUEST_ORDER_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_ORDER_NEWEST\x10\x01\x12\x19\n\x15REQUEST_ORDER_SLOWEST\x10\x02\x32\xf6\x01\n\x08Insights\x12@\n\nGetTraffic\x12\x1d.pdserve.v1.GetTrafficRequest\x1a\x13.pdserve.v1.Traffic\x12Q\n\x0cListRequests\x12\x1f.pdserve.v1.ListRequestsRequest\x1a .pdserve.v1.ListRequestsResponse\x12U\n\x11GetWorkerInsights\x12$.pdserve.v1.GetWorkerInsightsRequest\x1a\x1a.pdserve.v1.WorkerInsights2S\n\x06Inside\x12I\n\x0bGetInsights\x12\x1e.pdserve.v1.GetInsightsRequest\x1a\x1a.pdserve.v1.WorkerInsightsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/insights.proto\x12\npdserve.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16protos/inference.proto\"C\n\x0bPercentiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0b\n\x03p50\x18\x02 \x01(\x01\x12\x0b\n\x03p90\x18\x03 \x01(\x01\x12\x0b\n\x03p99\x18\x04 \x01(\x01\"7\n\x11GetTrafficRequest\x12\x15\n\x08window_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0b\n\t_window_s\"\xaa\x01\n\x0cTrafficSlice\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0erequests_per_s\x18\x02 \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x03 \x01(\x01\x12\x12\n\nttft_p90_s\x18\x04 \x01(\x01\x12\x12\n\ntpot_p90_s\x18\x05 \x01(\x01\x12\x15\n\rrefused_per_s\x18\x06 \x01(\x01\"Y\n\x0c\x43lassTraffic\x12\x11\n\tslo_class\x18\x01 \x01(\t\x12\x13\n\x0bnum_answers\x18\x02 \x01(\x03\x12\x12\n\nattainment\x18\x03 \x01(\x01\x12\r\n\x05share\x18\x04 \x01(\x01\"\xe7\x02\n\x07Traffic\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12\'\n\x06ttft_s\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.Percentiles\x12\'\n\x06tpot_s\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.Percentiles\x12\x16\n\x0erequests_per_s\x18\x04 \x01(\x01\x12\x1b\n\x13prompt_tokens_per_s\x18\x05 \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x63\x61\x63hed_share\x18\x07 \x01(\x01\x12\x12\n\nattainment\x18\x08 \x01(\x01\x12\x12\n\nnum_failed\x18\t \x01(\x03\x12\x13\n\x0bnum_refused\x18\n \x01(\x03\x12(\n\x06slices\x18\x0b \x03(\x0b\x32\x18.pdserve.v1.TrafficSlice\x12)\n\x07\x63lasses\x18\x0c \x03(\x0b\x32\x18.pdserve.v1.ClassTraffic\"r\n\x13ListRequestsRequest\x12\x12\n\x05limit\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\'\n\x05order\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.RequestOrder\x12\x14\n\x0crunning_only\x18\x03 \x01(\x08\x42\x08\n\x06_limit\"\xfb\x02\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x0breceived_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x03\x12\x19\n\x11num_output_tokens\x18\t \x01(\x03\x12&\n\x08timeline\x18\n \x01(\x0b\x32\x14.pdserve.v1.Timeline\x12\x13\n\x0bnum_retries\x18\x0b \x01(\x05\x12\x13\n\x0bnum_resumes\x18\x0c \x01(\x05\x12\x11\n\tnum_moves\x18\r \x01(\x05\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x11\n\tslo_class\x18\x0f \x01(\t\"D\n\x14ListRequestsResponse\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.pdserve.v1.RequestSummary\"-\n\x18GetWorkerInsightsRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x14\n\x12GetInsightsRequest\"\x9f\x01\n\rDraftInsights\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x12\n\nacceptance\x18\x02 \x03(\x01\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\x12\x17\n\x0ftokens_per_step\x18\x04 \x01(\x01\x12\x0f\n\x07speedup\x18\x05 \x01(\x01\x12\x16\n\x0e\x64rafted_tokens\x18\x06 \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x07 \x01(\x03\">\n\nExpertLoad\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x0e\n\x06shares\x18\x02 \x03(\x02\x12\x11\n\timbalance\x18\x03 \x01(\x01\"\xad\x02\n\x10TransferInsights\x12\x18\n\x10sent_bytes_per_s\x18\x01 \x01(\x01\x12\x1c\n\x14received_bytes_per_s\x18\x02 \x01(\x01\x12\x15\n\rexposed_p50_s\x18\x03 \x01(\x01\x12\x15\n\rexposed_p90_s\x18\x04 \x01(\x01\x12\x12\n\nnum_leases\x18\x05 \x01(\x03\x12\x1a\n\x12num_expired_leases\x18\x06 \x01(\x03\x12\x1e\n\x16num_quarantined_blocks\x18\x07 \x01(\x03\x12\x1b\n\x13oldest_quarantine_s\x18\x08 \x01(\x01\x12\x19\n\x11num_failed_writes\x18\t \x01(\x03\x12\x14\n\x0cnum_rejected\x18\n \x01(\x03\x12\x15\n\rnum_handovers\x18\x0b \x01(\x03\"\xd0\x01\n\x0eWorkerInsights\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12)\n\x06\x64rafts\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.DraftInsights\x12\'\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.ExpertLoad\x12/\n\ttransfers\x18\x04 \x01(\x0b\x32\x1c.pdserve.v1.TransferInsights\x12\x14\n\x0c\x64raft_reason\x18\x05 \x01(\t\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01*b\n\x0cRequestOrder\x12\x1d\n\x19REQUEST_ORDER_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_ORDER_NEWEST\x10\x01\x12\x19\n\x15REQUEST_ORDER_SLOWEST\x10\x02\x32\xf6\x01\n\x08Insights\x12@\n\nGetTraffic\x12\x1d.pdserve.v1.GetTrafficRequest\x1a\x13.pdserve.v1.Traffic\x12Q\n\x0cListRequests\x12\x1f.pdserve.v1.ListRequestsRequest\x1a .pdserve.v1.ListRequestsResponse\x12U\n\x11GetWorkerInsights\x12$.pdserve.v1.GetWorkerInsightsRequest\x1a\x1a.pdserve.v1.WorkerInsights2S\n\x06Inside\x12I\n\x0bGetInsights\x12\x1e.pdserve.v1.GetInsightsRequest\x1a\x1a.pdserve.v1.WorkerInsightsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.insights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUESTORDER']._serialized_start=2071
-  _globals['_REQUESTORDER']._serialized_end=2169
+  _globals['_REQUESTORDER']._serialized_start=2224
+  _globals['_REQUESTORDER']._serialized_end=2322
   _globals['_PERCENTILES']._serialized_start=94
   _globals['_PERCENTILES']._serialized_end=161
   _globals['_GETTRAFFICREQUEST']._serialized_start=163
   _globals['_GETTRAFFICREQUEST']._serialized_end=218
   _globals['_TRAFFICSLICE']._serialized_start=221
   _globals['_TRAFFICSLICE']._serialized_end=391
-  _globals['_TRAFFIC']._serialized_start=394
-  _globals['_TRAFFIC']._serialized_end=710
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=712
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=826
-  _globals['_REQUESTSUMMARY']._serialized_start=829
-  _globals['_REQUESTSUMMARY']._serialized_end=1189
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1191
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1259
-  _globals['_GETWORKERINSIGHTSREQUEST']._serialized_start=1261
-  _globals['_GETWORKERINSIGHTSREQUEST']._serialized_end=1306
-  _globals['_GETINSIGHTSREQUEST']._serialized_start=1308
-  _globals['_GETINSIGHTSREQUEST']._serialized_end=1328
-  _globals['_DRAFTINSIGHTS']._serialized_start=1331
-  _globals['_DRAFTINSIGHTS']._serialized_end=1490
-  _globals['_EXPERTLOAD']._serialized_start=1492
-  _globals['_EXPERTLOAD']._serialized_end=1554
-  _globals['_TRANSFERINSIGHTS']._serialized_start=1557
-  _globals['_TRANSFERINSIGHTS']._serialized_end=1858
-  _globals['_WORKERINSIGHTS']._serialized_start=1861
-  _globals['_WORKERINSIGHTS']._serialized_end=2069
-  _globals['_INSIGHTS']._serialized_start=2172
-  _globals['_INSIGHTS']._serialized_end=2418
-  _globals['_INSIDE']._serialized_start=2420
-  _globals['_INSIDE']._serialized_end=2503
+  _globals['_CLASSTRAFFIC']._serialized_start=393
+  _globals['_CLASSTRAFFIC']._serialized_end=482
+  _globals['_TRAFFIC']._serialized_start=485
+  _globals['_TRAFFIC']._serialized_end=844
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=846
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=960
+  _globals['_REQUESTSUMMARY']._serialized_start=963
+  _globals['_REQUESTSUMMARY']._serialized_end=1342
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1344
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1412
+  _globals['_GETWORKERINSIGHTSREQUEST']._serialized_start=1414
+  _globals['_GETWORKERINSIGHTSREQUEST']._serialized_end=1459
+  _globals['_GETINSIGHTSREQUEST']._serialized_start=1461
+  _globals['_GETINSIGHTSREQUEST']._serialized_end=1481
+  _globals['_DRAFTINSIGHTS']._serialized_start=1484
+  _globals['_DRAFTINSIGHTS']._serialized_end=1643
+  _globals['_EXPERTLOAD']._serialized_start=1645
+  _globals['_EXPERTLOAD']._serialized_end=1707
+  _globals['_TRANSFERINSIGHTS']._serialized_start=1710
+  _globals['_TRANSFERINSIGHTS']._serialized_end=2011
+  _globals['_WORKERINSIGHTS']._serialized_start=2014
+  _globals['_WORKERINSIGHTS']._serialized_end=2222
+  _globals['_INSIGHTS']._serialized_start=2325
+  _globals['_INSIGHTS']._serialized_end=2571
+  _globals['_INSIDE']._serialized_start=2573
+  _globals['_INSIDE']._serialized_end=2656
 # @@protoc_insertion_point(module_scope)

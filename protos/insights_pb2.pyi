@@ -134,6 +134,39 @@ class TrafficSlice(_message.Message):
 Global___TrafficSlice: _TypeAlias = TrafficSlice  # noqa: Y015
 
 @_typing.final
+class ClassTraffic(_message.Message):
+    """Of the answers of one SLO class."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERS_FIELD_NUMBER: _builtins.int
+    ATTAINMENT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    slo_class: _builtins.str
+    """default: that of keys which name none"""
+    num_answers: _builtins.int
+    attainment: _builtins.float
+    """share of them that met its SLOs; 1 where there were none"""
+    share: _builtins.float
+    """that is to meet them"""
+    def __init__(
+        self,
+        *,
+        slo_class: _builtins.str = ...,
+        num_answers: _builtins.int = ...,
+        attainment: _builtins.float = ...,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment", b"attainment", "num_answers", b"num_answers", "share", b"share", "slo_class", b"slo_class"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassTraffic: _TypeAlias = ClassTraffic  # noqa: Y015
+
+@_typing.final
 class Traffic(_message.Message):
     """Tokens are those of answers that ended within the window."""
 
@@ -150,6 +183,7 @@ class Traffic(_message.Message):
     NUM_FAILED_FIELD_NUMBER: _builtins.int
     NUM_REFUSED_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
     """that it covers: at least what was asked for, unless the router is younger"""
     requests_per_s: _builtins.float
@@ -158,7 +192,7 @@ class Traffic(_message.Message):
     cached_share: _builtins.float
     """of the prompt tokens: found in a prefix cache"""
     attainment: _builtins.float
-    """share of answers that met both SLOs; 1 where there were none"""
+    """share of answers that met both SLOs of their class; 1 where there were none"""
     num_failed: _builtins.int
     num_refused: _builtins.int
     @_builtins.property
@@ -168,6 +202,10 @@ class Traffic(_message.Message):
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficSlice]:
         """oldest first, at most 60: whole ones, of 1, 10 or 60 s by the window"""
+
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassTraffic]:
+        """the default one first; none where it is the only one"""
 
     def __init__(
         self,
@@ -183,10 +221,11 @@ class Traffic(_message.Message):
         num_failed: _builtins.int = ...,
         num_refused: _builtins.int = ...,
         slices: _abc.Iterable[Global___TrafficSlice] | None = ...,
+        classes: _abc.Iterable[Global___ClassTraffic] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment", b"attainment", "cached_share", b"cached_share", "num_failed", b"num_failed", "num_refused", b"num_refused", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "requests_per_s", b"requests_per_s", "slices", b"slices", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment", b"attainment", "cached_share", b"cached_share", "classes", b"classes", "num_failed", b"num_failed", "num_refused", b"num_refused", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "requests_per_s", b"requests_per_s", "slices", b"slices", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,6 +280,7 @@ class RequestSummary(_message.Message):
     NUM_RESUMES_FIELD_NUMBER: _builtins.int
     NUM_MOVES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: _builtins.str
     """queued, prefill, decode, done, failed, cancelled"""
@@ -255,6 +295,8 @@ class RequestSummary(_message.Message):
     num_resumes: _builtins.int
     num_moves: _builtins.int
     tenant: _builtins.str
+    slo_class: _builtins.str
+    """empty: the default one"""
     @_builtins.property
     def received_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -278,10 +320,11 @@ class RequestSummary(_message.Message):
         num_resumes: _builtins.int = ...,
         num_moves: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["received_at", b"received_at", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "error", b"error", "num_cached_tokens", b"num_cached_tokens", "num_moves", b"num_moves", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_resumes", b"num_resumes", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "received_at", b"received_at", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "error", b"error", "num_cached_tokens", b"num_cached_tokens", "num_moves", b"num_moves", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_resumes", b"num_resumes", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "received_at", b"received_at", "request_id", b"request_id", "slo_class", b"slo_class", "state", b"state", "tenant", b"tenant", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from protos import plans_pb2
@@ -54,6 +55,33 @@ class Ratio:
     tpot_s: float
     goodput: float
     attainment: float
+    classes: Mapping[str, float] = field(default_factory=dict)  # attainment by SLO class, where several are expected
+
+    @staticmethod
+    def from_message(message: plans_pb2.RatioForecast) -> Ratio:
+        return Ratio(
+            num_prefill=message.num_prefill,
+            num_decode=message.num_decode,
+            ttft_s=message.ttft_s,
+            tpot_s=message.tpot_s,
+            goodput=message.goodput,
+            attainment=message.attainment,
+            classes={each.slo_class: each.attainment for each in message.classes},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SloClass:
+    """The SLOs of one class: times in seconds, and the share of its requests that is to meet both."""
+
+    name: str
+    ttft_s: float
+    tpot_s: float
+    share: float
+
+    @staticmethod
+    def from_message(message: plans_pb2.SloClass) -> SloClass:
+        return SloClass(message.name, message.slo.ttft_s, message.slo.tpot_s, message.slo.percentile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +134,7 @@ class Plan:
     would_flip: tuple[Flip, ...]  # of a preview
     planned_by: str  # address of the router that plans; empty while that is not known
     planned_ago_s: float | None
+    slo_classes: tuple[SloClass, ...] = ()  # beside the default one, whose SLOs are those above
 
     @staticmethod
     def from_message(message: plans_pb2.PlanStatus) -> Plan:
@@ -119,10 +148,7 @@ class Plan:
             in_force=Sizes.from_message(message.plan) if message.HasField("plan") else None,
             proposed=Sizes.from_message(message.proposed) if is_planned else None,
             proposed_gain=message.proposed_gain,
-            ratios=tuple(
-                Ratio(each.num_prefill, each.num_decode, each.ttft_s, each.tpot_s, each.goodput, each.attainment)
-                for each in message.ratios
-            ),
+            ratios=tuple(map(Ratio.from_message, message.ratios)),
             slo_ttft_s=message.slo.ttft_s,
             slo_tpot_s=message.slo.tpot_s,
             slo_share=message.slo.percentile,
@@ -131,4 +157,5 @@ class Plan:
             would_flip=tuple(map(Flip.from_message, message.would_flip)),
             planned_by=message.planned_by,
             planned_ago_s=message.planned_ago_s if is_planned else None,
+            slo_classes=tuple(map(SloClass.from_message, message.slo_classes)),
         )

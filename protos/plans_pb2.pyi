@@ -111,6 +111,30 @@ class PoolPlan(_message.Message):
 Global___PoolPlan: _TypeAlias = PoolPlan  # noqa: Y015
 
 @_typing.final
+class ClassForecast(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    ATTAINMENT_FIELD_NUMBER: _builtins.int
+    slo_class: _builtins.str
+    """default: that of keys which name none"""
+    attainment: _builtins.float
+    """the share of its requests that meet its SLOs"""
+    def __init__(
+        self,
+        *,
+        slo_class: _builtins.str = ...,
+        attainment: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment", b"attainment", "slo_class", b"slo_class"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassForecast: _TypeAlias = ClassForecast  # noqa: Y015
+
+@_typing.final
 class RatioForecast(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -120,6 +144,7 @@ class RatioForecast(_message.Message):
     TPOT_S_FIELD_NUMBER: _builtins.int
     GOODPUT_FIELD_NUMBER: _builtins.int
     ATTAINMENT_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
     num_prefill: _builtins.int
     num_decode: _builtins.int
     ttft_s: _builtins.float
@@ -128,6 +153,10 @@ class RatioForecast(_message.Message):
     goodput: _builtins.float
     attainment: _builtins.float
     """the share of what comes that meets both"""
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassForecast]:
+        """the same by SLO class, where several are expected"""
+
     def __init__(
         self,
         *,
@@ -137,10 +166,11 @@ class RatioForecast(_message.Message):
         tpot_s: _builtins.float = ...,
         goodput: _builtins.float = ...,
         attainment: _builtins.float = ...,
+        classes: _abc.Iterable[Global___ClassForecast] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment", b"attainment", "goodput", b"goodput", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment", b"attainment", "classes", b"classes", "goodput", b"goodput", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,6 +232,29 @@ class Slo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Slo: _TypeAlias = Slo  # noqa: Y015
+
+@_typing.final
+class SloClass(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def slo(self) -> Global___Slo: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        slo: Global___Slo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "slo", b"slo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SloClass: _TypeAlias = SloClass  # noqa: Y015
 
 @_typing.final
 class Flip(_message.Message):
@@ -329,6 +382,7 @@ class PlanStatus(_message.Message):
     WOULD_FLIP_FIELD_NUMBER: _builtins.int
     PLANNED_BY_FIELD_NUMBER: _builtins.int
     PLANNED_AGO_S_FIELD_NUMBER: _builtins.int
+    SLO_CLASSES_FIELD_NUMBER: _builtins.int
     mode: Global___PlanMode.ValueType
     dry_run: _builtins.bool
     """the planner says what it would do, and does not"""
@@ -362,7 +416,9 @@ class PlanStatus(_message.Message):
         """by number of prefill workers, each predicted under that forecast"""
 
     @_builtins.property
-    def slo(self) -> Global___Slo: ...
+    def slo(self) -> Global___Slo:
+        """of the default class"""
+
     @_builtins.property
     def flips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Flip]:
         """the newest first, at most 50"""
@@ -372,6 +428,10 @@ class PlanStatus(_message.Message):
     @_builtins.property
     def would_flip(self) -> _containers.RepeatedCompositeFieldContainer[Global___Flip]:
         """in the answer to a preview"""
+
+    @_builtins.property
+    def slo_classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SloClass]:
+        """the others"""
 
     def __init__(
         self,
@@ -393,10 +453,11 @@ class PlanStatus(_message.Message):
         would_flip: _abc.Iterable[Global___Flip] | None = ...,
         planned_by: _builtins.str = ...,
         planned_ago_s: _builtins.float = ...,
+        slo_classes: _abc.Iterable[Global___SloClass] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_manual_for_s", b"_manual_for_s", "forecast", b"forecast", "manual_for_s", b"manual_for_s", "plan", b"plan", "proposed", b"proposed", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_manual_for_s", b"_manual_for_s", "dry_run", b"dry_run", "flips", b"flips", "forecast", b"forecast", "manual_for_s", b"manual_for_s", "mode", b"mode", "num_both", b"num_both", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "plan", b"plan", "planned_ago_s", b"planned_ago_s", "planned_by", b"planned_by", "proposed", b"proposed", "proposed_gain", b"proposed_gain", "ratios", b"ratios", "slo", b"slo", "step_times", b"step_times", "would_flip", b"would_flip"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_manual_for_s", b"_manual_for_s", "dry_run", b"dry_run", "flips", b"flips", "forecast", b"forecast", "manual_for_s", b"manual_for_s", "mode", b"mode", "num_both", b"num_both", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "plan", b"plan", "planned_ago_s", b"planned_ago_s", "planned_by", b"planned_by", "proposed", b"proposed", "proposed_gain", b"proposed_gain", "ratios", b"ratios", "slo", b"slo", "slo_classes", b"slo_classes", "step_times", b"step_times", "would_flip", b"would_flip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__manual_for_s: _TypeAlias = _typing.Literal["manual_for_s"]  # noqa: Y015
     _WhichOneofArgType__manual_for_s: _TypeAlias = _typing.Literal["_manual_for_s", b"_manual_for_s"]  # noqa: Y015

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,7 +101,8 @@ class RouterConfig:
     relay: RelayPolicy = RelayPolicy()
     admission: AdmissionPolicy = AdmissionPolicy()
     placement: PlacementPolicy = PlacementPolicy()
-    slo: SloPolicy = SloPolicy()
+    slo: SloPolicy = SloPolicy()  # of the default class
+    slo_classes: Mapping[str, SloPolicy] = field(default_factory=dict)  # of the others, by name
     steering: SteeringPolicy = SteeringPolicy()
     security: Security = field(default_factory=Security)
     keys_file: Path | None = None

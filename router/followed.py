@@ -17,6 +17,7 @@ class Followed:
     request_id: str
     tenant: str
     clock: RequestClock
+    slo_class: str = ""  # empty: the default one
     received_at: float = field(default_factory=time.time)
     num_prompt_tokens: int = 0
     has_arrived: bool = False  # it was found to be valid

@@ -36,7 +36,7 @@ class Observer(Protocol):
 
     def failed(self) -> None: ...
 
-    def refused(self, *, had_arrived: bool) -> None:
+    def refused(self, *, had_arrived: bool, slo_class: str) -> None:
         """It was not admitted. Without `had_arrived`, before its tokens were known."""
         ...
 
@@ -57,9 +57,9 @@ class History:
         self._refused: deque[_Ended] = deque(maxlen=_KEPT_REFUSED)
 
     @contextmanager
-    def follow(self, request_id: str, tenant: str, clock: RequestClock) -> Iterator[Followed]:
+    def follow(self, request_id: str, tenant: str, clock: RequestClock, slo_class: str = "") -> Iterator[Followed]:
         """While one is served. `request_id` is that of no other that runs."""
-        followed = self._running[request_id] = Followed(request_id, tenant, clock)
+        followed = self._running[request_id] = Followed(request_id, tenant, clock, slo_class)
         try:
             yield followed
         except ServiceError as error:
@@ -79,7 +79,7 @@ class History:
     def arrived(self, followed: Followed, request: Request) -> None:
         """It is valid, and is about to be admitted."""
         followed.num_prompt_tokens, followed.has_arrived = len(request.token_ids), True
-        arrival = Arrival(self._clock(), request.num_known_tokens, request.max_new_tokens)
+        arrival = Arrival(self._clock(), request.num_known_tokens, request.max_new_tokens, followed.slo_class)
         for observer in self._observers:
             observer.arrived(arrival)
 
@@ -90,6 +90,7 @@ class History:
                 followed.clock.received_at,
                 followed.num_prompt_tokens,
                 sum(answer.num_relayed - len(answer.known) for answer in followed.answers),
+                followed.slo_class,
             )
             for followed in self._running.values()
             if followed.was_admitted
@@ -129,7 +130,7 @@ class History:
     def _end_without_answer(self, followed: Followed, error: ServiceError) -> None:
         if _is_refusal(followed, error):
             for observer in self._observers:
-                observer.refused(had_arrived=followed.has_arrived)
+                observer.refused(had_arrived=followed.has_arrived, slo_class=followed.slo_class)
             self._keep(self._refused, followed, "failed", error.reason)
         elif followed.has_arrived:
             self._tell_failed(followed, error.reason)

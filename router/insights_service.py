@@ -45,6 +45,7 @@ class InsightsService(insights_pb2_grpc.InsightsServicer):
             num_failed=report.num_failed,
             num_refused=report.num_refused,
             slices=[_slice(each, now) for each in report.slices],
+            classes=[insights_pb2.ClassTraffic(**asdict(each)) for each in report.classes],
         )
 
     async def ListRequests(

@@ -14,7 +14,7 @@ import re
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ from protos.caller import Caller, Limits, Scope
 from protos.credentials import KEY_SCHEME
 from protos.errors import Unauthenticated
 from protos.watched import Watched, read_file
+from router.slo_classes import DEFAULT
 
 PREFIX = "pdserve-"  # so that scanners find a key where it should not be
 SCOPES = {"infer": Scope.INFER, "read": Scope.READ, "operate": Scope.OPERATE}
@@ -49,20 +50,28 @@ class KeyEntry:
     limits: Limits = field(default_factory=Limits)
     created_at: datetime | None = None
     expires_at: datetime | None = None
+    slo_class: str = ""
 
     def has_expired(self, now: datetime) -> bool:
         return self.expires_at is not None and now >= self.expires_at
 
     def caller(self) -> Caller:
-        return Caller(self.name, self.tenant, self.scopes, self.limits)
+        slo_class = "" if self.slo_class == DEFAULT else self.slo_class
+        return Caller(self.name, self.tenant, self.scopes, self.limits, slo_class)
 
 
 class KeyFile:
     """Authenticates callers by the keys that the file holds at the time. Implements protos.caller.Authenticator."""
 
-    def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
-        """Raises OSError or KeysUnusable."""
+    def __init__(
+        self,
+        path: Path,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        slo_classes: Collection[str] | None = None,
+    ) -> None:
+        """`slo_classes`: those that keys may name; any, if it is None. Raises OSError or KeysUnusable."""
         self._path = path
+        self._slo_classes = None if slo_classes is None else [DEFAULT, *slo_classes]
         self._now = now
         self._entries = Watched([path], self._parsed)
 
@@ -81,7 +90,12 @@ class KeyFile:
         return entry.caller()
 
     def _parsed(self, contents: Sequence[bytes]) -> dict[str, KeyEntry]:
-        return {entry.sha256: entry for entry in _entries(self._path, contents[0])}
+        entries, known = _entries(self._path, contents[0]), self._slo_classes
+        for entry in entries:
+            if known is not None and entry.slo_class and entry.slo_class not in known:
+                told = f"slo_class is {entry.slo_class!r}; it has to be one of {', '.join(known)} (--slo-class)"
+                raise KeysUnusable(f"{self._path}: key {entry.name!r}: {told}")
+        return {entry.sha256: entry for entry in entries}
 
 
 def new_key() -> str:
@@ -96,6 +110,7 @@ def create_key(
     scopes: Scope,
     limits: Limits | None = None,
     expires_at: datetime | None = None,
+    slo_class: str = "",
 ) -> str:
     """Adds a key to the file, which is made if it is not there, and returns it: nothing else ever has it.
 
@@ -103,7 +118,7 @@ def create_key(
     """
     key = new_key()
     created_at = datetime.now(UTC).replace(microsecond=0)
-    entry = KeyEntry(name, _sha256(key), tenant, scopes, limits or Limits(), created_at, expires_at)
+    entry = KeyEntry(name, _sha256(key), tenant, scopes, limits or Limits(), created_at, expires_at, slo_class)
     entry = _entry(path, _as_json(entry))  # what could not be read again is not written
     with _changing(path) as entries:
         if name in {other.name for other in entries}:
@@ -166,13 +181,17 @@ def _as_json(entry: KeyEntry) -> dict[str, Any]:
     limits = {name: value for name in _LIMITS if (value := getattr(entry.limits, name)) is not None}
     times = {name: value.isoformat() for name in ("created_at", "expires_at") if (value := getattr(entry, name))}
     scopes = [name for name, scope in SCOPES.items() if scope in entry.scopes]
-    return {
-        "name": entry.name,
-        "sha256": entry.sha256,
-        "tenant": entry.tenant,
-        "scopes": scopes,
-        "limits": limits,
-    } | times
+    return (
+        {
+            "name": entry.name,
+            "sha256": entry.sha256,
+            "tenant": entry.tenant,
+            "scopes": scopes,
+            "limits": limits,
+        }
+        | ({"slo_class": entry.slo_class} if entry.slo_class else {})
+        | times
+    )
 
 
 def _entries(path: Path, content: bytes) -> list[KeyEntry]:
@@ -206,12 +225,15 @@ def _entry(path: Path, row: object) -> KeyEntry:
         raise KeysUnusable(f"{where}: sha256 has to be 64 hexadecimal digits")
     if not isinstance(tenant, str) or (tenant and not _NAME.fullmatch(tenant)):
         raise KeysUnusable(f"{where}: a tenant is at most 64 letters, digits and characters of ._@-")
+    slo_class = row.get("slo_class", "")
+    if not isinstance(slo_class, str) or (slo_class and not _NAME.fullmatch(slo_class)):
+        raise KeysUnusable(f"{where}: slo_class is at most 64 letters, digits and characters of ._@-")
     if not isinstance(scopes, list) or not scopes or not {str(scope) for scope in scopes} <= SCOPES.keys():
         raise KeysUnusable(f"{where}: scopes have to be some of {', '.join(SCOPES)}")
     granted = Scope(0)
     for scope in scopes:
         granted |= SCOPES[scope]
-    entry = KeyEntry(name, sha256, tenant, granted, _limits(where, row.get("limits", {})))
+    entry = KeyEntry(name, sha256, tenant, granted, _limits(where, row.get("limits", {})), slo_class=slo_class)
     return replace(entry, created_at=_time(where, row, "created_at"), expires_at=_time(where, row, "expires_at"))
 
 

@@ -107,16 +107,18 @@ class LoadWatch:
 
     def _expected(self, at_s: float, arrival: Arrival, lengths: AnswerClasses) -> Expected:
         num_prompt = arrival.num_prompt_tokens
-        num_output = lengths.of_prompt(num_prompt).at(self._rng.random())
-        num_cached = min(round(lengths.hit_rate(num_prompt) * num_prompt), num_prompt - 1)
-        return Expected(at_s, num_prompt, num_cached, max(1, min(num_output, arrival.max_tokens)))
+        answers, hit_rate = lengths.of(num_prompt, arrival.slo_class)
+        num_output = answers.at(self._rng.random())
+        num_cached = min(round(hit_rate * num_prompt), num_prompt - 1)
+        return Expected(at_s, num_prompt, num_cached, max(1, min(num_output, arrival.max_tokens)), arrival.slo_class)
 
     def running(self) -> list[tuple[float, float]]:
         """Of each sequence that decodes, its tokens so far, and how many are still to come."""
         lengths, found = self._lengths, []
         for each in self._running:
             if each.num_output_tokens:
-                in_all = lengths.of_prompt(each.num_prompt_tokens).at(self._rng.random(), each.num_output_tokens)
+                answers, _ = lengths.of(each.num_prompt_tokens, each.slo_class)
+                in_all = answers.at(self._rng.random(), each.num_output_tokens)
                 so_far = each.num_prompt_tokens + each.num_output_tokens
                 found.append((float(so_far), float(max(1, in_all - each.num_output_tokens))))
         return found
@@ -145,31 +147,33 @@ class LoadWatch:
 
 
 class AnswerClasses:
-    """Answers by the bit length of the number of tokens of their prompts."""
+    """Answers by the bit length of the number of tokens of their prompts and, where enough are known, by SLO class."""
 
     def __init__(self, ended: Sequence[Answered], running: Sequence[Running]) -> None:
         self._ended, self._running = ended, running
-        self._known: dict[int, tuple[AnswerLengths, float]] = {}
+        self._known: dict[tuple[int, str], tuple[AnswerLengths, float]] = {}
 
-    def of_prompt(self, num_prompt_tokens: int) -> AnswerLengths:
-        return self._class(num_prompt_tokens.bit_length())[0]
-
-    def hit_rate(self, num_prompt_tokens: int) -> float:
-        return self._class(num_prompt_tokens.bit_length())[1]
-
-    def _class(self, bits: int) -> tuple[AnswerLengths, float]:
-        if bits not in self._known:
-            ended = [answer for answer in self._ended if answer.num_prompt_tokens.bit_length() == bits]
-            running = [each for each in self._running if each.num_prompt_tokens.bit_length() == bits]
-            if len(ended) < _LEAST_CLASS:
-                ended, running = list(self._ended), list(self._running)
+    def of(self, num_prompt_tokens: int, slo_class: str = "") -> tuple[AnswerLengths, float]:
+        """And the share of the prompts' tokens that caches held."""
+        key = num_prompt_tokens.bit_length(), slo_class
+        if key not in self._known:
+            ended, running = self._alike(*key)
             num_prompt = sum(answer.num_prompt_tokens for answer in ended)
             hit_rate = sum(answer.num_cached_tokens for answer in ended) / max(1, num_prompt)
             lengths = AnswerLengths.of(
                 [answer.num_output_tokens for answer in ended], [each.num_output_tokens for each in running]
             )
-            self._known[bits] = lengths, hit_rate
-        return self._known[bits]
+            self._known[key] = lengths, hit_rate
+        return self._known[key]
+
+    def _alike(self, bits: int, slo_class: str) -> tuple[Sequence[Answered], Sequence[Running]]:
+        """Those of the class, or else of all of that length, or else all."""
+        ended = [answer for answer in self._ended if answer.num_prompt_tokens.bit_length() == bits]
+        running = [each for each in self._running if each.num_prompt_tokens.bit_length() == bits]
+        of_class = [answer for answer in ended if answer.slo_class == slo_class]
+        if len(of_class) >= _LEAST_CLASS:
+            return of_class, [each for each in running if each.slo_class == slo_class]
+        return (ended, running) if len(ended) >= _LEAST_CLASS else (self._ended, self._running)
 
 
 def _spread_out(arrivals: Sequence[Arrival], now: float) -> list[tuple[float, Arrival]]:

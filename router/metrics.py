@@ -30,6 +30,9 @@ TTFT_SECONDS = Histogram("pdserve_router_ttft_seconds", "From request to first t
 TPOT_SECONDS = Histogram(
     "pdserve_router_tpot_seconds", "Per token after the first, as the mean.", buckets=_TOKEN_SECONDS
 )
+SLO_ANSWERS = Counter(
+    "pdserve_router_slo_answers", "Answers by SLO class, and whether they met both its SLOs.", ["slo_class", "met"]
+)
 STAGE_SECONDS = Histogram("pdserve_router_stage_seconds", "Parts of a request.", ["stage"], buckets=_SECONDS)
 RETRIES = Counter("pdserve_router_retries", "Requests placed again before their first token.")
 RESUMES = Counter("pdserve_router_resumes", "Requests placed again after their first token.")

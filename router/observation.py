@@ -17,6 +17,7 @@ class Arrival:
     at_s: float
     num_prompt_tokens: int
     max_tokens: int
+    slo_class: str = ""  # empty: the default one
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Answered:
     num_output_tokens: int
     ttft_s: float
     tpot_s: float | None
+    slo_class: str = ""
 
 
 class LearntTimes(Protocol):
@@ -48,6 +50,7 @@ class Running:
     arrived_at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    slo_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ class Observing:
             answer + _SHARE * (arrival.max_tokens - answer),
         )
 
-    def refused(self, *, had_arrived: bool) -> None:
+    def refused(self, *, had_arrived: bool, slo_class: str = "") -> None:
         """One that had not is taken to be like those that came lately."""
         if self._mean is not None and not had_arrived:
-            self._arrived.append(Arrival(self._clock(), round(self._mean[0]), round(self._mean[1])))
+            self._arrived.append(Arrival(self._clock(), round(self._mean[0]), round(self._mean[1]), slo_class))
 
     def answered(self, answered: Answered) -> None:
         self._answered.append(answered)

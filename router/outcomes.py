@@ -29,18 +29,23 @@ class Outcome:
     num_moves: int = 0
     num_preemptions: int = 0
     error: str = ""
+    slo_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request is to have: its first token in time, and the others in time on average."""
+    """What a request is to have: its first token in time, and the others in time on average. `share`: how many of all
+    are to have it; it counts where there are several classes."""
 
     ttft_s: float
     tpot_s: float
+    share: float = 0.9
 
     def __post_init__(self) -> None:
         if not (self.ttft_s > 0 and self.tpot_s > 0):
             raise ValueError(f"ttft_s is {self.ttft_s} and tpot_s {self.tpot_s}; both must be above 0")
+        if not 0 < self.share < 1:
+            raise ValueError(f"share is {self.share}; it must be above 0 and below 1")
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from router.messages import role_value
 from router.plan_state import PlanMode, PlanState, Proposed
 from router.pool_plan import LoadForecast, PoolPlan, RatioForecast
 from router.pool_scaler import PoolSizes
+from router.slo_classes import DEFAULT
 from router.step_messages import step_times_message
 
 MODES = {
@@ -38,12 +39,16 @@ def plan_status(
     now: float,
     planned_by: str = "",
     kinds: Iterable[KindModel] = (),
+    slo_classes: Mapping[str, SloPolicy] | None = None,
 ) -> plans_pb2.PlanStatus:
     status = plans_pb2.PlanStatus(
         mode=MODES[state.mode],
         dry_run=state.dry_run,
         plan=None if state.plan is None else _plan_message(state.plan),
-        slo=plans_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, percentile=slo.percentile),
+        slo=_slo_message(slo),
+        slo_classes=[
+            plans_pb2.SloClass(name=name, slo=_slo_message(each)) for name, each in (slo_classes or {}).items()
+        ],
         manual_for_s=None if state.until is None else max(0.0, state.until - now),
         flips=map(_flip_message, flips),
         num_prefill=sizes.num_prefill,
@@ -72,6 +77,10 @@ def would_flip(roles: Mapping[str, Role], now_in: Mapping[str, Role], reason: st
     ]
 
 
+def _slo_message(slo: SloPolicy) -> plans_pb2.Slo:
+    return plans_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, percentile=slo.percentile)
+
+
 def _plan_message(plan: PoolPlan) -> plans_pb2.PoolPlan:
     return plans_pb2.PoolPlan(
         epoch=plan.epoch,
@@ -91,6 +100,10 @@ def _ratio_message(ratio: RatioForecast) -> plans_pb2.RatioForecast:
         tpot_s=ratio.tpot_s,
         goodput=ratio.goodput,
         attainment=ratio.attainment,
+        classes=[
+            plans_pb2.ClassForecast(slo_class=name or DEFAULT, attainment=attainment)
+            for name, attainment in ratio.classes.items()
+        ],
     )
 
 

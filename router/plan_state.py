@@ -104,7 +104,7 @@ class Proposed:
             "plan": asdict(said.plan),
             "roles": {name: role.value for name, role in said.roles.items()},
             "forecast": None if said.forecast is None else asdict(said.forecast),
-            "ratios": [asdict(ratio) for ratio in said.ratios],
+            "ratios": [_ratio_record(ratio) for ratio in said.ratios],
             "gain": said.gain,
         }
         return json.dumps(record).encode()
@@ -124,6 +124,12 @@ class Proposed:
             return cls(said, float(record["at"]))
         except _UNREADABLE as error:
             raise ValueError(f"not what a planner says: {error}") from error
+
+
+def _ratio_record(ratio: RatioForecast) -> dict[str, Any]:
+    """Without classes where there are none: routers of versions before there were any read it."""
+    record = asdict(ratio)
+    return record if record["classes"] else {name: value for name, value in record.items() if name != "classes"}
 
 
 def _plan(record: Mapping[str, Any]) -> PoolPlan:

@@ -1,19 +1,19 @@
 """How many workers are to prefill and how many to decode: asked again and again, with what was observed since. Pure.
 
 Every ratio is tried on the requests that are expected (`router.replay`), from the queues as they are now, and under
-more load than is expected: it is worth the share of requests that meet both SLOs. Rate matching with queueing, bursts
-and long tails follows from that by itself. Roles change only where the same requests tell two ratios apart beyond
-chance, and by more than the change costs.
+more load than is expected: it is worth the share of requests that meet both SLOs (where there are classes of
+them, as `router.class_weights` has it). Rate matching with queueing, bursts and long tails follows from that by itself.
+Roles change only where the same requests tell two ratios apart beyond chance, and by more than the change costs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import dataclass, field, replace
 
 from router.candidate import Candidate, Role
+from router.class_weights import ClassWeights
 from router.load_watch import LoadWatch
 from router.mean_worths import MeanWorths
 from router.observation import LearntTimes, Observation
@@ -22,6 +22,7 @@ from router.outlook import Outlook
 from router.pool_plan import PoolPlan, Proposal, RatioForecast
 from router.replay import replay
 from router.role_choice import choose_roles
+from router.slo_classes import DEFAULT
 
 _LOADS = ((1.0, 0.6), (1.3, 0.25), (1.8, 0.15))  # times what is expected, and how much that counts
 _HOPELESS = 0.2  # so much less attainment than another ratio under the first load: the others are not tried
@@ -42,7 +43,7 @@ class PlanPolicy:
     A change is made at once where it gains `clear_gain` of what is to come, and with `least_gain` only after it
     has been proposed `num_confirmations` times in a row, or with `reserve_gain` if it pays only under more load than is
     expected; `least_sigmas` is how far beyond chance it has to be. After a change the next one waits for `cool_down_s`,
-    and for `settle_s` where it is urgent.
+    and for `settle_s` where it is urgent. `slo` is the default class's; `classes` has the others', by name.
     """
 
     slo: Slo
@@ -56,20 +57,34 @@ class PlanPolicy:
     least_sigmas: float = 3.0
     num_confirmations: int = 3
     most_wait_s: float = math.inf  # at the router: who would wait longer is refused
+    classes: Mapping[str, Slo] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Option:
     """A way to share the workers: the roles that would change. `scores`: by load and request, as `Played` has them.
-    `worth`: their mean over all loads."""
+    `worth`: what `weights` make of them, as the mean over all loads."""
 
     roles: Mapping[str, Role]
     forecast: RatioForecast
     scores: list[list[float]]
+    weights: ClassWeights
 
     @property
     def worth(self) -> float:
-        return sum(weight * fmean(scores) for (_, weight), scores in zip(_LOADS, self.scores, strict=False))
+        worth = self.weights.worth
+        return sum(weight * worth(scores) for (_, weight), scores in zip(_LOADS, self.scores, strict=False))
+
+    @property
+    def kept(self) -> float:
+        """How well promises are kept under the load that is expected: by all requests, and by classes."""
+        return self.forecast.attainment + self.weights.kept(self.scores[0])
+
+    @property
+    def told(self) -> str:
+        """By class, where there are several."""
+        of_each = [f"{name or DEFAULT} {share:.0%}" for name, share in self.forecast.classes.items()]
+        return f"{self.forecast.attainment:.0%}" + (f" ({', '.join(of_each)})" if of_each else "")
 
 
 class Planner:
@@ -146,18 +161,20 @@ class Planner:
             roles = choose_roles(outlook, num_prefill)
             if roles:
                 choices.append(roles)
-        options = [self._option(outlook, roles) for roles in choices]
-        least = max(option.forecast.attainment for option in options) - _HOPELESS
+        weights = ClassWeights(self._policy.slo, self._policy.classes, outlook.expected)
+        options = [self._option(outlook, roles, weights) for roles in choices]
+        as_is = next(option for option in options if not option.roles)
+        least = max(option.kept for option in options) - _HOPELESS * weights.scale(as_is.scores[0])
         for option in options:
-            if option.forecast.attainment >= least:
+            if option.kept >= least:
                 self._load_more(outlook, option)
         return options
 
-    def _option(self, outlook: Outlook, roles: Mapping[str, Role]) -> _Option:
+    def _option(self, outlook: Outlook, roles: Mapping[str, Role], weights: ClassWeights) -> _Option:
         """Under the load that is expected."""
         prefill, decode = outlook.pools(roles)
         played = replay(outlook.expected, prefill, decode, self._policy.most_wait_s)
-        scores = played.scores(self._policy.slo)
+        scores = played.scores(weights.slos)
         attainment = scores.count(1.0) / len(scores)
         ratio = RatioForecast(
             num_prefill=len(prefill.free_at_s),
@@ -166,14 +183,16 @@ class Planner:
             tpot_s=_at(_SHARE, played.tpots_s),
             goodput=attainment * outlook.forecast.requests_per_s,
             attainment=attainment,
+            classes=weights.attainments(scores) if weights.has_several else {},
         )
-        return _Option(roles, ratio, [scores])
+        return _Option(roles, ratio, [scores], weights)
 
     def _load_more(self, outlook: Outlook, option: _Option) -> None:
         prefill, decode = outlook.pools(option.roles)
         for load, _ in _LOADS[1:]:
             closer = [replace(request, at_s=request.at_s / load) for request in outlook.expected]
-            option.scores.append(replay(closer, prefill, decode, self._policy.most_wait_s).scores(self._policy.slo))
+            played = replay(closer, prefill, decode, self._policy.most_wait_s)
+            option.scores.append(played.scores(option.weights.slos))
 
     def _best(self, as_is: _Option, options: Sequence[_Option], now: float) -> tuple[_Option, float]:
         """The one that is best now if it is clearly so, or else the one that has been best of late; and its gain."""
@@ -181,31 +200,30 @@ class Planner:
             now, self._watch.steady_s, {option.forecast.num_prefill: option.worth for option in options}
         )
         best = max(options, key=lambda option: (option.worth, -len(option.roles)))
+        scale = as_is.weights.scale(as_is.scores[0])
         if self._is_clear(as_is, best, now):
-            return best, best.worth - as_is.worth
+            return best, (best.worth - as_is.worth) / scale
         best = max(options, key=lambda option: (worths[option.forecast.num_prefill], -len(option.roles)))
-        return best, worths[best.forecast.num_prefill] - worths[as_is.forecast.num_prefill]
+        return best, (worths[best.forecast.num_prefill] - worths[as_is.forecast.num_prefill]) / scale
 
     def _is_clear(self, as_is: _Option, best: _Option, now: float) -> bool:
         """Much better already under the load that is expected. Where nothing has changed since roles last did, what
         seems so is mostly chance."""
         has_changed = min(self._watch.steady_s, self._watch.past_s) < now - self._flipped_at_s
         least = self._policy.clear_gain * (1.0 if has_changed else _AGAIN)
-        return fmean(best.scores[0]) - fmean(as_is.scores[0]) >= least
+        return _gain_now(as_is, best) >= least
 
     def _chosen(self, as_is: _Option, best: _Option, gain: float, now: float) -> tuple[_Option, str]:
         """Whether to change, and why (not)."""
-        policy = self._policy
-        gain_now = fmean(best.scores[0]) - fmean(as_is.scores[0])
-        is_clear = self._is_clear(as_is, best, now)
+        policy, gain_now, is_clear = self._policy, _gain_now(as_is, best), self._is_clear(as_is, best, now)
         least_gain = policy.least_gain if gain_now >= _HARDLY else policy.reserve_gain
         sizes = best.forecast.num_prefill, best.forecast.num_decode
         self._num_wanted = self._num_wanted + 1 if sizes == self._wanted else 1
         self._wanted = sizes
-        told = f"{best.forecast.attainment:.0%} within the SLOs, {as_is.forecast.attainment:.0%} as it is"
+        told = f"{best.told} within the SLOs, {as_is.told} as it is"
         to = f"{sizes[0]} prefill and {sizes[1]} decode"
         if not best.roles or gain <= 0:
-            return as_is, f"as it is: no other ratio is better; {as_is.forecast.attainment:.0%} within the SLOs"
+            return as_is, f"as it is: no other ratio is better; {as_is.told} within the SLOs"
         if not _is_beyond_chance(as_is, best, policy.least_sigmas) or gain < least_gain:
             return as_is, f"as it is: {to} would hardly be better; {told}"
         if now - self._flipped_at_s < (policy.settle_s if is_clear else policy.cool_down_s):
@@ -214,6 +232,12 @@ class Planner:
         if not is_clear and (is_early or self._num_wanted < policy.num_confirmations):
             return as_is, f"as it is, until {to} has been found better {policy.num_confirmations} times; {told}"
         return best, f"{to}: {told}"
+
+
+def _gain_now(as_is: _Option, best: _Option) -> float:
+    """Under the load that is expected."""
+    weights, before, after = as_is.weights, as_is.scores[0], best.scores[0]
+    return (weights.worth(after) - weights.worth(before)) / weights.scale(before)
 
 
 def _step_tokens(workers: Sequence[Candidate]) -> int:
@@ -230,7 +254,7 @@ def _confidence(models: LearntTimes, worker: Candidate) -> float:
 def _is_beyond_chance(as_is: _Option, best: _Option, least_sigmas: float) -> bool:
     """A paired test: how differently the same requests fare, against how much that varies among them."""
     pairs = zip(as_is.scores, best.scores, strict=False)
-    gains = [after - before for old, new in pairs for before, after in zip(old, new, strict=True)]
+    gains = [gain for old, new in pairs for gain in as_is.weights.gains(old, new)]
     return sum(gains) > least_sigmas * math.sqrt(sum(gain * gain for gain in gains))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 
 from protos import plans_pb2, plans_pb2_grpc
 from protos.caller import current_caller
@@ -35,8 +36,10 @@ class PlansService(plans_pb2_grpc.PlansServicer):
         scaler: PoolScaler,
         sharing: PlanSharing,
         steering: Steering,
+        slo_classes: Mapping[str, SloPolicy] | None = None,
     ) -> None:
         self._slo = slo
+        self._slo_classes = slo_classes
         self._table = table
         self._flips = flips
         self._scaler = scaler
@@ -87,6 +90,7 @@ class PlansService(plans_pb2_grpc.PlansServicer):
             time.time(),
             self._sharing.planned_by,
             self._table.models.kinds(),
+            self._slo_classes,
         )
 
 

@@ -26,7 +26,8 @@ class PoolPlan:
 @dataclass(frozen=True, slots=True)
 class RatioForecast:
     """What a ratio is predicted to give under the load that is expected. Times are at the percentile of the SLO, and
-    infinite where a pool cannot keep up. `goodput` as in `PoolPlan`; `attainment` is its share of what comes."""
+    infinite where a pool cannot keep up. `goodput` as in `PoolPlan`; `attainment` is its share of what comes, and
+    `classes` that of each SLO class, by name, where several are expected; the default one has none."""
 
     num_prefill: int
     num_decode: int
@@ -34,6 +35,7 @@ class RatioForecast:
     tpot_s: float
     goodput: float
     attainment: float
+    classes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

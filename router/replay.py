@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from router.outcomes import Slo
@@ -28,6 +28,7 @@ class Expected:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    slo_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,15 @@ class Played:
     ttfts_s: Sequence[float]
     tpots_s: Sequence[float]
 
-    def scores(self, slo: Slo) -> list[float]:
-        """1 for a request that meets both SLOs; one that does not has the more of `MISSED` the less it misses them by:
-        where all do, a ratio that makes up for it sooner is still the better one."""
-        pairs = zip(self.ttfts_s, self.tpots_s, strict=True)
+    def scores(self, slos: Iterable[Slo]) -> list[float]:
+        """`slos` by request. 1 for one that meets both of its own; another has the more of `MISSED` the less it misses
+        them by: where all do, a ratio that makes up for it sooner is still the better one."""
+        rows = zip(self.ttfts_s, self.tpots_s, slos, strict=True)
         return [
             1.0
             if ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s
             else MISSED * min(1.0, slo.ttft_s / ttft_s) * min(1.0, slo.tpot_s / max(tpot_s, slo.tpot_s))
-            for ttft_s, tpot_s in pairs
+            for ttft_s, tpot_s, slo in rows
         ]
 
 

@@ -28,6 +28,7 @@ def answered_of(followed: Followed) -> Answered | None:
         num_output_tokens=sum(made),
         ttft_s=timeline.ttft_s,
         tpot_s=timeline.tpot_s if max(made, default=0) > 1 else None,
+        slo_class=followed.slo_class,
     )
 
 
@@ -51,6 +52,7 @@ def summary_of(followed: Followed, ended: str = "", reason: str = "") -> tuple[f
         num_resumes=_sum(answers, lambda each: each.num_resumes + bool(each.known)),
         num_moves=_sum(answers, lambda each: each.num_moves),
         tenant=followed.tenant,
+        slo_class=followed.slo_class,
     )
     message.received_at.FromMicroseconds(round(followed.received_at * 1e6))
     return message.timeline.total_s, message.SerializeToString()

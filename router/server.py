@@ -29,7 +29,7 @@ from protos.serve import GrpcServer, drain_on_signal, serve_metrics
 from protos.tls import server_context
 from router.admission import Gate
 from router.card import ModelCard
-from router.config import RouterConfig
+from router.config import RouterConfig, SloPolicy
 from router.decisions import Decisions
 from router.flips import Flips
 from router.history import History
@@ -53,6 +53,7 @@ from router.relay import Relay
 from router.service import SERVICE, InferenceService
 from router.shared_table import SharedWorkers
 from router.sharing import Sharing
+from router.slo_classes import check_classes
 from router.steering import Planner, Steering, initial_state
 from router.step_costs import Experts
 from router.store import MemoryStore, Store
@@ -114,17 +115,18 @@ class Router:
     ) -> None:
         """`authenticator` knows the keys of users, if it is not the file that the configuration names. Without planner
         the pools are as large as operators say."""
+        check_classes(config.slo_classes)
         self._config = config
         secret = config.security.secret()
         self._links = Links(config.security.credentials(secret))
-        keys = KeyFile(config.keys_file) if config.keys_file else authenticator  # of every door
+        keys = KeyFile(config.keys_file, slo_classes=config.slo_classes) if config.keys_file else authenticator
         self.guard = Guard(secret, keys)
         self.table = WorkerTable(card.tokenizer_digest, experts=card.experts)
         self._gate = Gate(config.admission, config.relay.wait_for_worker_s, rng)
         self.table.on_eased, self.table.on_changed = self._gate.look_soon, self._gate.workers_changed
         self._relay = Relay(self.table, self._links, self._gate, config.relay, rng, config.placement)
         self._limits = RateLimits()
-        traffic, observing = Traffic(config.slo), Observing()
+        traffic, observing = Traffic(config.slo, classes=config.slo_classes), Observing()
         history = History([traffic, observing])
         self.inference = InferenceService(
             card,
@@ -151,7 +153,8 @@ class Router:
         self._steering = Steering(config.steering, self._plan, scaler, self._decisions, observations.take, planner)
         self._pools = PoolsService(self.table, card.name, self.inference, self._decisions, self._flips, self._steering)
         self._server.add(workers_pb2_grpc.add_PoolsServicer_to_server, self._pools)
-        plans = PlansService(config.slo, self.table, self._flips, scaler, self._plan, self._steering)
+        pools = self.table, self._flips, scaler, self._plan, self._steering
+        plans = PlansService(config.slo, *pools, slo_classes=config.slo_classes)
         self._server.add(plans_pb2_grpc.add_PlansServicer_to_server, plans)
         insights = InsightsService(history, traffic, self.table, self._links)
         self._server.add(insights_pb2_grpc.add_InsightsServicer_to_server, insights)
@@ -272,9 +275,13 @@ def _store_of(config: RouterConfig) -> Store:
 
 def planner_for(config: RouterConfig) -> Planner:
     """Who would wait longer than a request may is refused, in what it plays as well."""
-    slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
+    classes = {name: _slo(each) for name, each in config.slo_classes.items()}
     most_wait_s = config.admission.max_queue_s + config.placement.limits.max_backlog_s
-    return PoolPlanner(PlanPolicy(slo, most_wait_s=most_wait_s))
+    return PoolPlanner(PlanPolicy(_slo(config.slo), most_wait_s=most_wait_s, classes=classes))
+
+
+def _slo(policy: SloPolicy) -> Slo:
+    return Slo(policy.ttft_s, policy.tpot_s, policy.percentile)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -175,7 +175,7 @@ class InferenceService:
             current_request_id.set(unresolved.request_id)
             with (
                 self._claimed(unresolved.request_id),
-                self._history.follow(unresolved.request_id, caller.tenant, clock) as followed,
+                self._history.follow(unresolved.request_id, caller.tenant, clock, caller.slo_class) as followed,
                 _traced(unresolved.request_id) as span,
                 self._limits.claimed(caller) as allowance,
             ):

@@ -68,7 +68,7 @@ class SimulatedCluster:
                     num_emitted = attempt.request.num_emitted
                     if decoding is not None and decoding in worker.batch.running and not decoding.is_computing:
                         num_emitted = worker.num_emitted_tokens(decoding)[0] - traced.num_prompt_tokens
-                    found.append(Running(traced.at_s, traced.num_prompt_tokens, num_emitted))
+                    found.append(Running(traced.at_s, traced.num_prompt_tokens, num_emitted, traced.slo_class))
         return found
 
     def die(self, worker: SimulatedWorker) -> None:

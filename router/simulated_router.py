@@ -268,6 +268,7 @@ class SimulatedRouter:
                 num_moves=request.num_moves,
                 num_preemptions=request.num_preemptions,
                 error=error,
+                slo_class=traced.slo_class,
             )
         )
 

@@ -98,7 +98,7 @@ class Simulation:
     def _arrive(self, traced: TracedRequest) -> None:
         if self._scenario.planner is not None:
             max_tokens = self._scenario.max_tokens or traced.num_output_tokens
-            self._arrived.append(Arrival(traced.at_s, traced.num_prompt_tokens, max_tokens))
+            self._arrived.append(Arrival(traced.at_s, traced.num_prompt_tokens, max_tokens, traced.slo_class))
         self._router.arrive(traced)
         self._next_arrival()
 
@@ -114,6 +114,7 @@ class Simulation:
                     outcome.num_output_tokens,
                     outcome.ttft_s,
                     outcome.tpot_s,
+                    outcome.slo_class,
                 )
             )
         self._told(outcome)

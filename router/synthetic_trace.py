@@ -59,6 +59,7 @@ class Phase:
     output: Lengths
     prefixes: Prefixes = Prefixes()
     end_per_s: float | None = None
+    slo_class: str = ""
 
     def __post_init__(self) -> None:
         rates = (self.per_s, self.per_s if self.end_per_s is None else self.end_per_s)
@@ -93,8 +94,9 @@ def _request(phase: Phase, at_s: float, rng: random.Random, own_ids: Iterator[in
     num_prompt, num_output = phase.prompt.draw(rng), phase.output.draw(rng)
     prefixes = phase.prefixes
     if rng.random() >= prefixes.share:
-        return TracedRequest(at_s, num_prompt, num_output)
+        return TracedRequest(at_s, num_prompt, num_output, slo_class=phase.slo_class)
     first = prefixes.first_id + rng.randrange(prefixes.number) * prefixes.num_blocks
     shared = tuple(range(first, first + prefixes.num_blocks))
     own = tuple(next(own_ids) for _ in range(num_prompt // PREFIX_BLOCK_TOKENS))
-    return TracedRequest(at_s, num_prompt + PREFIX_BLOCK_TOKENS * prefixes.num_blocks, num_output, shared + own)
+    num_prompt += PREFIX_BLOCK_TOKENS * prefixes.num_blocks
+    return TracedRequest(at_s, num_prompt, num_output, shared + own, phase.slo_class)

@@ -9,12 +9,14 @@ PREFIX_BLOCK_TOKENS = 512  # what an id of `prefix_blocks` stands for, as in Moo
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """`prefix_blocks` name the full blocks that its prompt begins with: equal ids stand for equal text up to there."""
+    """`prefix_blocks` name the full blocks that its prompt begins with: equal ids stand for equal text up to there.
+    `slo_class`: what it was promised; empty for the default one."""
 
     at_s: float  # since the trace began
     num_prompt_tokens: int
     num_output_tokens: int
     prefix_blocks: tuple[int, ...] = ()
+    slo_class: str = ""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.at_s < float("inf"):

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from router import metrics
 from router.config import SloPolicy
 from router.observation import Answered, Arrival
+from router.slo_classes import DEFAULT
 from router.time_histogram import TimeHistogram, bucket_of
 
 LEAST_WINDOW_S, MOST_WINDOW_S = 10.0, 3600.0
 _NUM_SLICES = 60
 _SLICE_S = (1.0, 10.0, 60.0)
 _SHARES = (0.5, 0.9, 0.99)
+_MET = ("no", "yes")  # in the order of False and True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,20 @@ class TrafficSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassTraffic:
+    """Answers of an SLO class. `attainment`: the share of them that met its SLOs, 1 if there are none; `share` is that
+    which is to."""
+
+    slo_class: str
+    num_answers: int
+    attainment: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class TrafficReport:
     """`window_s`: what it covers, which is at least what was asked for unless the router is younger. Tokens are those
-    of answers that ended. `attainment`: the share of these that met both SLOs, 1 if there are none."""
+    of answers that ended. `attainment`: the share of these that met both SLOs of their class, 1 if there are none."""
 
     window_s: float
     ttft_s: Percentiles
@@ -64,6 +78,7 @@ class TrafficReport:
     num_failed: int
     num_refused: int
     slices: tuple[TrafficSlice, ...]  # oldest first
+    classes: tuple[ClassTraffic, ...] = ()  # the default one first; none where it is the only one
 
 
 @dataclass(slots=True)
@@ -78,6 +93,7 @@ class _Counts:
     num_refused: int = 0
     ttft_s: TimeHistogram = field(default_factory=TimeHistogram)
     tpot_s: TimeHistogram = field(default_factory=TimeHistogram)
+    by_class: dict[str, list[int]] = field(default_factory=dict)  # answers, and those that met their SLOs
     p90s_s: tuple[float, float] | None = None  # of a slice that is whole: once it was asked for
 
     def whole_p90s_s(self) -> tuple[float, float]:
@@ -85,6 +101,11 @@ class _Counts:
         if self.p90s_s is None:
             self.p90s_s = self.ttft_s.percentiles([0.9])[0], self.tpot_s.percentiles([0.9])[0]
         return self.p90s_s
+
+    def answered_in(self, slo_class: str, num_answers: int, num_within: int) -> None:
+        counts = self.by_class.setdefault(slo_class, [0, 0])
+        counts[0] += num_answers
+        counts[1] += num_within
 
     def merge(self, other: _Counts) -> None:
         self.num_requests += other.num_requests
@@ -97,6 +118,8 @@ class _Counts:
         self.num_refused += other.num_refused
         self.ttft_s.merge(other.ttft_s)
         self.tpot_s.merge(other.tpot_s)
+        for slo_class, counts in other.by_class.items():
+            self.answered_in(slo_class, *counts)
 
 
 class _Slices:
@@ -120,8 +143,15 @@ class _Slices:
 class Traffic:
     """Implements `router.history.Observer`."""
 
-    def __init__(self, slo: SloPolicy, clock: Callable[[], float] = time.monotonic) -> None:
-        self._slo = slo
+    def __init__(
+        self,
+        slo: SloPolicy,
+        clock: Callable[[], float] = time.monotonic,
+        classes: Mapping[str, SloPolicy] | None = None,
+    ) -> None:
+        """`slo` is that of the default class, `classes` has those of the others by name."""
+        self._slos = {DEFAULT: slo, **(classes or {})}
+        self._within = {name: [metrics.SLO_ANSWERS.labels(name, met) for met in _MET] for name in self._slos}
         self._clock = clock
         self._started_at = clock()
         self._scales = tuple(map(_Slices, _SLICE_S))
@@ -131,12 +161,16 @@ class Traffic:
             counts.num_requests += 1
 
     def answered(self, answered: Answered) -> None:
-        slo, tpot_s = self._slo, answered.tpot_s
+        slo_class = answered.slo_class if answered.slo_class in self._slos else DEFAULT
+        slo, tpot_s, has_several = self._slos[slo_class], answered.tpot_s, len(self._slos) > 1
         is_within = answered.ttft_s <= slo.ttft_s and (tpot_s is None or tpot_s <= slo.tpot_s)
+        self._within[slo_class][is_within].inc()
         ttft_bucket, tpot_bucket = bucket_of(answered.ttft_s), None if tpot_s is None else bucket_of(tpot_s)
         for counts in self._now():
             counts.num_answers += 1
             counts.num_within += is_within
+            if has_several:
+                counts.answered_in(slo_class, 1, is_within)
             counts.num_prompt_tokens += answered.num_prompt_tokens
             counts.num_cached_tokens += answered.num_cached_tokens
             counts.num_output_tokens += answered.num_output_tokens
@@ -148,7 +182,7 @@ class Traffic:
         for counts in self._now():
             counts.num_failed += 1
 
-    def refused(self, *, had_arrived: bool) -> None:
+    def refused(self, *, had_arrived: bool, slo_class: str = "") -> None:
         for counts in self._now():
             counts.num_refused += 1
             counts.num_requests += not had_arrived
@@ -179,6 +213,16 @@ class Traffic:
                 _slice(found.get(number) or _Counts(), scale.slice_s, age_s - (number + 1) * scale.slice_s)
                 for number in range(first, current)
             ),
+            classes=self._classes(total),
+        )
+
+    def _classes(self, total: _Counts) -> tuple[ClassTraffic, ...]:
+        if len(self._slos) == 1:
+            return ()
+        rows = [(name, *total.by_class.get(name, (0, 0)), slo.percentile) for name, slo in self._slos.items()]
+        return tuple(
+            ClassTraffic(name, num_answers, num_within / num_answers if num_answers else 1.0, share)
+            for name, num_answers, num_within, share in rows
         )
 
     def _now(self) -> tuple[_Counts, ...]:

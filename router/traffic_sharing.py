@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -21,6 +22,7 @@ _READ_S = 0.5
 _TTL_S = 10.0
 _KIND = "traffic"
 _ROWS = ("arrived", "answered", "running")
+_MOST_NAME = 64  # characters of a class
 _MOST_ROWS = 2000  # of each in a record; where there are more, these stand for all
 _UNREADABLE = (KeyError, TypeError, AttributeError, OverflowError, RecursionError, ValueError)
 
@@ -40,7 +42,7 @@ class TrafficRecord:
     running: Sequence[Running]
 
     def to_bytes(self) -> bytes:
-        rows = {name: [astuple(each) for each in _thinned(getattr(self, name))] for name in _ROWS}
+        rows = {name: [_row(each) for each in _thinned(getattr(self, name))] for name in _ROWS}
         counts = {f"num_{name}": len(getattr(self, name)) for name in _ROWS}
         record = {"number": self.number, "at": self.at, "num_waiting": self.num_waiting, **counts, **rows}
         return json.dumps(record).encode()
@@ -50,12 +52,21 @@ class TrafficRecord:
         """Raises ValueError."""
         try:
             record: dict[str, Any] = json.loads(raw)
-            arrived = [Arrival(float(at_s), int(prompt), int(most)) for at_s, prompt, most in record["arrived"]]
-            answered = [
-                Answered(float(at_s), float(end_s), int(prompt), int(cached), int(output), float(ttft_s), _time(tpot_s))
-                for at_s, end_s, prompt, cached, output, ttft_s, tpot_s in record["answered"]
+            arrived = [
+                Arrival(float(at_s), int(prompt), int(most), _class(named))
+                for at_s, prompt, most, *named in record["arrived"]
             ]
-            running = [Running(float(at_s), int(prompt), int(output)) for at_s, prompt, output in record["running"]]
+            answered = [
+                Answered(
+                    *(float(at_s), float(end_s), int(prompt), int(cached), int(output)),
+                    *(float(ttft_s), _time(tpot_s), _class(named)),
+                )
+                for at_s, end_s, prompt, cached, output, ttft_s, tpot_s, *named in record["answered"]
+            ]
+            running = [
+                Running(float(at_s), int(prompt), int(output), _class(named))
+                for at_s, prompt, output, *named in record["running"]
+            ]
             return cls(
                 int(record["number"]),
                 float(record["at"]),
@@ -169,6 +180,20 @@ class TrafficSharing:
                 self._read[writer] = record.number
                 self._observing.merge(record.arrived, record.answered)
         self.num_waiting_elsewhere, self.running_elsewhere = num_waiting, all_running
+
+
+def _row(each: Arrival | Answered | Running) -> tuple[object, ...]:
+    """Without the class where that is the default one: routers of versions before there were classes read it."""
+    row = astuple(each)
+    return row if each.slo_class else row[:-1]
+
+
+def _class(named: Sequence[object]) -> str:
+    """Of what a row ends with. Raises ValueError."""
+    (name,) = named or ("",)
+    if not isinstance(name, str) or len(name) > _MOST_NAME:
+        raise ValueError(f"{str(name)[:80]!r} is no class")
+    return sys.intern(name)
 
 
 def _time(value: object) -> float | None:

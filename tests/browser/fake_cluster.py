@@ -41,6 +41,7 @@ class FakeCluster:
             self.roles |= {f"{name}-{i}": role for i in range(number)}
         self.load_factor = 1.0
         self.states: dict[str, workers_pb2.WorkerState.ValueType] = {}
+        self.classes: list[insights_pb2.ClassTraffic] = []  # of SLOs
 
     def counts(self) -> tuple[int, int, int]:
         """Prefill and decode, with those that do both in each, and these alone."""
@@ -103,7 +104,18 @@ class FakeCluster:
     def ratios(self) -> list[plans_pb2.RatioForecast]:
         """Each pool serves up to its size; what is asked for is shared by both. Best a little above where it starts."""
         total = len(self.roles)
-        return [_forecast(p, total - p, self.load_factor) for p in range(1, total)]
+        ratios = [_forecast(p, total - p, self.load_factor) for p in range(1, total)]
+        for ratio in ratios:
+            for each in self.classes:
+                ratio.classes.add(slo_class=each.slo_class, attainment=ratio.attainment * each.attainment)
+        return ratios
+
+    def slo_classes(self) -> list[plans_pb2.SloClass]:
+        """Beside the default one, which is the first."""
+        return [
+            plans_pb2.SloClass(name=each.slo_class, slo=plans_pb2.Slo(ttft_s=30.0, tpot_s=0.5, percentile=each.share))
+            for each in self.classes[1:]
+        ]
 
     def traffic(self, window_s: float) -> insights_pb2.Traffic:
         draw = random.Random(self.seed)
@@ -131,6 +143,7 @@ class FakeCluster:
             num_failed=2,
             num_refused=11,
             slices=slices,
+            classes=self.classes,
         )
 
     def requests(self) -> list[insights_pb2.RequestSummary]:

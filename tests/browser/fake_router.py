@@ -185,6 +185,7 @@ class FakePlans(plans_pb2_grpc.PlansServicer):
             ),
             ratios=ratios,
             slo=plans_pb2.Slo(ttft_s=0.5, tpot_s=0.05, percentile=0.9),
+            slo_classes=self._cluster.slo_classes(),
             manual_for_s=self._planning.manual_for_s,
             flips=self._planning.flips,
             step_times=_step_times(len(self._cluster.roles)),

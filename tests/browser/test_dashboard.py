@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from protos import workers_pb2
+from protos import insights_pb2, workers_pb2
 from protos.errors import FailedPrecondition
 from tests.browser.fake_cluster import DECODE, PREFILL, FakeCluster
 from tests.browser.fake_router import AUTO, FROZEN, MANUAL, OPERATOR, READER
@@ -38,6 +38,24 @@ def test_shows_the_pools(serve: Serve, visit: Open) -> None:
     assert "SLO 500 ms, within" in stats and "SLO 50 ms, within" in stats
     assert page.text(".freshness") == "Live"
     assert len(page.until(lambda: page.all(".charts canvas")[2:] and page.all(".charts canvas"), "charts drawn")) == 3
+
+
+def test_shows_classes_of_slos_where_there_are_several(serve: Serve, visit: Open) -> None:
+    cluster = FakeCluster()
+    cluster.classes = [
+        insights_pb2.ClassTraffic(slo_class="default", num_answers=900, attainment=0.963, share=0.9),
+        insights_pb2.ClassTraffic(slo_class="batch", num_answers=100, attainment=0.412, share=0.5),
+        insights_pb2.ClassTraffic(slo_class="idle", num_answers=0, attainment=1.0, share=0.5),
+    ]
+    served = serve(cluster=cluster)
+    page = visit(served)
+    told = page.until_text(".summary .stats", "default 96.3 % of 90 %", "batch 41.2 % of 50 %")
+    assert "idle no answers of 50 %" in told
+    assert page.one(".summary .stat:nth-child(3) dd").get_attribute("class") == "bad"  # though 93.4 % of all are within
+    page = visit(served, "tune")
+    page.until_text(
+        "#chooser", "of what comes (default ", "meet the SLOs of their class", "gives every class its share"
+    )
 
 
 def test_is_live(serve: Serve, visit: Open) -> None:

@@ -286,8 +286,10 @@ def test_up_passes_on_what_the_router_admits() -> None:
 
 @pytest.mark.parametrize("switch", ["--plan-dry-run", "--no-plan-dry-run"])
 def test_up_passes_on_who_plans(switch: str) -> None:
-    arguments = ["--plan", "frozen", switch, "--plan-every", "5.0", "--slo-ttft", "0.2"]
+    classes = ["--slo-class", "a=ttft:0.5", "--slo-class", "b=tpot:1"]
+    arguments = ["--plan", "frozen", switch, "--plan-every", "5.0", "--slo-ttft", "0.2", *classes]
     context = cli.commands["up"].make_context("up", [*arguments])
     passed_on = list(cluster_config(context, context.params).router_arguments)
-    assert passed_on[passed_on.index("--plan") :][: len(arguments)] == arguments
+    assert passed_on[passed_on.index("--plan") :][:7] == arguments[:7]
+    assert passed_on[passed_on.index("--slo-class") :][:4] == classes
     cli.commands["router"].make_context("router", passed_on)  # which takes them

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from deploy.cli import cli
 from deploy.insight_commands import print_requests, print_traffic, requests_table, times_table, traffic_lines
 from protos.client import PdserveClient
-from protos.insight_values import Percentiles, RequestSummary, Traffic
+from protos.insight_values import ClassTraffic, Percentiles, RequestSummary, Traffic
 from protos.values import Sampling, Timeline
 from tests.deploy.test_views import text_console, written
 from tests.router.fakes import running_fleet
@@ -70,6 +70,16 @@ def test_traffic_in_two_lines_and_a_table() -> None:
         "the last 61 s: 20.2 requests/s; "
         "of answers 12,346 prompt tokens/s, 48 % of them cached, and 987 output tokens/s",
         "97.1 % of the answers met both SLOs; 3 failed, 17 refused",
+    ]
+    classes = (
+        ClassTraffic("default", 1000, 0.985, 0.9),
+        ClassTraffic("batch", 234, 0.5, 0.725),
+        ClassTraffic("c", 0, 1, 0.9),
+    )
+    assert traffic_lines(replace(TRAFFIC, classes=classes))[2:] == [
+        "  default: 98.5 % of 1,000, of which 90 % are to",
+        "  batch: 50.0 % of 234, of which 72.5 % are to",
+        "  c: no answers",
     ]
     console = text_console()
     console.print(times_table(TRAFFIC))

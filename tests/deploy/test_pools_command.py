@@ -17,7 +17,7 @@ from deploy.cli import cli
 from deploy.planning_options import planning_options, take_policies
 from deploy.pools_view import duration, print_plan, print_preview
 from protos.client import PdserveClient
-from protos.plan_values import Flip, Plan, Sizes
+from protos.plan_values import Flip, Plan, Sizes, SloClass
 from router.config import SloPolicy, SteeringPolicy
 from tests.deploy.test_views import text_console, written
 from tests.router.fakes import running_fleet
@@ -64,6 +64,14 @@ def test_all_of_it() -> None:
         "when      worker    from    to       state    took  moved  why",
         "23:05:07  decode-1  decode  prefill  done    1.3 s     12  prompts wait",
         "23:05:07  w         decode  prefill  failed  3.0 s      3  prompts wait; the worker has left",
+    ]
+
+
+def test_classes_of_slos_are_below_the_default_one() -> None:
+    plan = replace(PLAN, slo_classes=(SloClass("batch", 30.0, 0.5, 0.6),), flips=())
+    assert lines(plan)[-2:] == [
+        "SLO       first token within 500 ms, then 50 ms a token, for 90 % of the requests",
+        "          batch: first token within 30 s, then 500 ms a token, for 60 % of the requests",
     ]
 
 
@@ -163,12 +171,19 @@ def taken(*arguments: str) -> Iterator[dict[str, Any]]:
 
 def test_options_of_the_router() -> None:
     with taken() as policies:
-        assert policies == {"steering": SteeringPolicy(), "slo": SloPolicy()}
+        assert policies == {"steering": SteeringPolicy(), "slo": SloPolicy(), "slo_classes": {}}
         assert SteeringPolicy().is_automatic and not SteeringPolicy().dry_run
     arguments = "--plan frozen --plan-dry-run --plan-every 5 --slo-ttft 0.2 --slo-tpot 0.03 --slo-share 0.95"
     with taken(*arguments.split()) as policies:
         steering = SteeringPolicy(is_automatic=False, dry_run=True, every_s=5.0)
-        assert policies == {"steering": steering, "slo": SloPolicy(0.2, 0.03, 0.95)}
+        assert policies == {"steering": steering, "slo": SloPolicy(0.2, 0.03, 0.95), "slo_classes": {}}
+    arguments = "--slo-ttft 2 --slo-class fast=ttft:0.3,share:0.99 --slo-class slow=tpot:1"
+    with taken(*arguments.split()) as policies:
+        classes = {"fast": SloPolicy(0.3, 0.1, 0.99), "slow": SloPolicy(2.0, 1.0, 0.9)}
+        assert (policies["slo"], policies["slo_classes"]) == (SloPolicy(2.0), classes)
+    told = "class 'fast': ttft is 0; it must be a number of seconds above 0"
+    with pytest.raises(click.BadParameter, match=told), taken("--slo-class", "fast=ttft:0"):
+        pass
     for wrong in ("--slo-ttft 0", "--slo-tpot -1", "--slo-share 1", "--plan-every 0"):
         with pytest.raises(click.BadParameter, match="is not in the range"), taken(*wrong.split()):
             pass

@@ -280,6 +280,11 @@ def test_a_key_is_made_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     listed = pdserve("key", "list", PDSERVE_KEYS_FILE=str(path)).stdout
     assert "ann  shop    infer, read  60 requests/min, 9000 tokens/min, 4 at once  never" in listed
     assert "bob  bob     infer        none" in listed
+    assert "SLO class" not in listed
+    pdserve("key", "create", "eve", "--slo-class", "fast", "--file", str(path))
+    listed = pdserve("key", "list", PDSERVE_KEYS_FILE=str(path)).stdout
+    assert "bob  bob     default    infer" in listed and "eve  eve     fast       infer" in listed
+    pdserve("key", "revoke", "eve", "--file", str(path))
     assert pdserve("key", "revoke", "ann", "--file", str(path)).exit_code == 0
     assert [row["name"] for row in json.loads(path.read_text())["keys"]] == ["bob"]
 

@@ -18,7 +18,7 @@ from protos.caller import Caller, Scope
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
 from protos.errors import FailedPrecondition, InvalidArgument, NoWorker, Overloaded, PermissionDenied, ServiceError
-from protos.insight_values import RequestSummary, Traffic
+from protos.insight_values import ClassTraffic, RequestSummary, Traffic
 from protos.values import Chunk, Sampling, Summary
 from router import history
 from router.config import AdmissionPolicy, LimitPolicy, PlacementPolicy, RelayPolicy, SloPolicy
@@ -400,6 +400,26 @@ async def test_attainment_is_against_the_slo_of_the_router() -> None:
             assert (await traffic(fleet)).attainment == met
 
 
+async def test_who_names_a_class_is_judged_by_its_slos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no answer keeps to is promised to the one class, what every answer does to the others."""
+    classes = {"strict": SloPolicy(ttft_s=1e-6), "lax": SloPolicy(60.0, 60.0, 0.5)}
+    settings: dict[str, Any] = {"slo": SloPolicy(60.0, 60.0), "slo_classes": classes}
+    async with running_fleet(num_both=1, **settings) as fleet, PdserveClient(fleet.router.address) as client:
+        for name in ("", "strict", "lax", "lax"):
+            caller = Caller("key", slo_class=name)
+            monkeypatch.setattr(fleet.router.guard, "admit", lambda *_, caller=caller: caller)
+            await answer(client, GREEDY)
+        told = await client.get_traffic(deadline_s=10)
+        requests = await client.list_requests(deadline_s=10)
+    assert [each.slo_class for each in requests] == ["lax", "lax", "strict", ""]
+    assert told.attainment == 0.75
+    assert told.classes == (
+        ClassTraffic("default", 1, 1.0, 0.9),
+        ClassTraffic("strict", 1, 0.0, 0.9),
+        ClassTraffic("lax", 2, 1.0, 0.5),
+    )
+
+
 async def _moment(attempt_id: str, num_tokens: int) -> None:
     await asyncio.sleep(0.001)
 
@@ -417,7 +437,7 @@ class Heard:
     def failed(self) -> None:
         self.told.append("failed")
 
-    def refused(self, *, had_arrived: bool) -> None:
+    def refused(self, *, had_arrived: bool, slo_class: str) -> None:
         self.told.append(f"refused {had_arrived}")
 
 

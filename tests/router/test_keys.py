@@ -127,6 +127,8 @@ def test_a_file_that_breaks_changes_nothing_until_it_is_whole(path: Path, caplog
         ({"limits": {"tokens_per_minute": True}}, "tokens_per_minute is True; it has to be"),
         ({"expires_at": "2027-01-01T00:00:00"}, "expires_at has to be a time with an offset"),
         ({"expires_at": "soon"}, "expires_at has to be a time with an offset"),
+        ({"slo_class": 3}, "slo_class is at most 64"),
+        ({"slo_class": "two words"}, "slo_class is at most 64"),
         ({"expire_at": "2027-01-01T00:00:00Z"}, "unknown expire_at"),
     ],
 )
@@ -134,6 +136,28 @@ def test_an_entry_that_is_wrong_is_named(change: dict[str, Any], problem: str, p
     with pytest.raises(KeysUnusable, match=problem) as caught:
         KeyFile(written(path, ROW | change))
     assert str(path) in str(caught.value)
+
+
+def test_a_key_names_a_class_that_there_is(path: Path) -> None:
+    rows = [ROW | {"slo_class": "default"}, ROW | {"name": "bob", "sha256": hashlib.sha256(b"b").hexdigest()}]
+    rows[1]["slo_class"] = "fast"
+    keys = KeyFile(written(path, *rows), slo_classes=["fast", "slow"])
+    assert [keys.authenticate(f"Bearer {key}").slo_class for key in ("ann's", "b")] == ["", "fast"]
+    told = re.escape("key 'bob': slo_class is 'fast'; it has to be one of default, slow (--slo-class)")
+    with pytest.raises(KeysUnusable, match=told):
+        KeyFile(path, slo_classes=["slow"])
+    written(path, ROW | {"slo_class": "gone"})
+    assert keys.authenticate("Bearer b").slo_class == "fast"  # while a router runs the keys stay as they were
+
+
+def test_a_class_is_written_only_where_there_is_one(path: Path) -> None:
+    """Programs of a version before there were classes refuse what they do not know."""
+    keys = [
+        create_key(path, name, tenant="t", scopes=Scope.INFER, slo_class=each) for name, each in (("a", ""), ("b", "x"))
+    ]
+    assert [row.get("slo_class") for row in json.loads(path.read_text())["keys"]] == [None, "x"]
+    assert "slo_class" not in json.loads(path.read_text())["keys"][0]
+    assert [KeyFile(path).authenticate(f"Bearer {key}").slo_class for key in keys] == ["", "x"]
 
 
 def test_entries_that_mean_the_same_are_refused(path: Path) -> None:

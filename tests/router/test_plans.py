@@ -14,6 +14,7 @@ from protos import plans_pb2, plans_pb2_grpc, workers_pb2
 from protos.channel import open_channel, service_errors
 from protos.client import PdserveClient
 from protos.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from protos.plan_values import SloClass
 from protos.values import Sampling
 from router.candidate import Role
 from router.config import SloPolicy, SteeringPolicy
@@ -180,8 +181,10 @@ async def test_who_may_only_read_may_not_set_it() -> None:
 
 async def test_a_router_begins_as_it_was_told() -> None:
     policy, slo = SteeringPolicy(is_automatic=False, dry_run=True), SloPolicy(0.2, 0.03, 0.99)
-    async with running_fleet(1, 1, steering=policy, slo=slo) as fleet, PdserveClient(fleet.router.address) as client:
+    told: dict[str, Any] = {"steering": policy, "slo": slo, "slo_classes": {"batch": SloPolicy(30.0, 0.5, 0.6)}}
+    async with running_fleet(1, 1, **told) as fleet, PdserveClient(fleet.router.address) as client:
         plan = await client.get_plan()
+        assert plan.slo_classes == (SloClass("batch", 30.0, 0.5, 0.6),)
         assert (plan.mode, plan.dry_run) == ("frozen", True)
         assert (plan.slo_ttft_s, plan.slo_tpot_s, plan.slo_share) == (0.2, 0.03, 0.99)
 
@@ -231,8 +234,11 @@ def test_records_come_back_as_they_were() -> None:
     state = PlanState(PlanMode.MANUAL, True, PLAN, 1234.5, PlanMode.FROZEN, {"a": Role.BOTH, "b": Role.DECODE})
     for each in (VersionedState(state, 7, "w"), VersionedState(PlanState(PlanMode.AUTO))):
         assert VersionedState.from_bytes(each.to_bytes()) == each
-    for said in (Proposed(PROPOSAL, 5.5), Proposed(Proposal(PLAN), 6.0)):
+    classed = replace(PROPOSAL, ratios=(INFINITE, replace(INFINITE, classes={"": 0.5, "chat": 1.0})))
+    for said in (Proposed(PROPOSAL, 5.5), Proposed(Proposal(PLAN), 6.0), Proposed(classed, 7.0)):
         assert Proposed.from_bytes(said.to_bytes()) == said
+    first, second = json.loads(Proposed(classed, 7.0).to_bytes())["ratios"]
+    assert second.keys() - first.keys() == {"classes"}  # which routers of older versions do not know
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"[]", b"{}", b'{"mode": "sometimes"}', b"[" * 10**5, b"null"])

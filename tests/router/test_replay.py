@@ -97,7 +97,7 @@ def test_who_would_wait_too_long_is_refused() -> None:
 def test_scores() -> None:
     """Twice as late is worth half of what a miss is worth at most; what was refused, nothing."""
     played = Played([0.5, 2.0, 0.5, math.inf], [0.0, 0.05, 0.2, math.inf])
-    assert played.scores(Slo(1.0, 0.1)) == pytest.approx([1.0, MISSED / 2, MISSED / 2, 0.0])
+    assert played.scores([Slo(1.0, 0.1)] * 4) == pytest.approx([1.0, MISSED / 2, MISSED / 2, 0.0])
 
 
 def test_unequal_decode_workers_keep_the_same_pace() -> None:
@@ -131,7 +131,7 @@ def test_it_comes_close_to_the_simulator(num_prefill: int) -> None:
     totals = simulate(Scenario(workers, LAYOUT, Delays()), trace, outcomes.append)
     prompts_s = [costs.prompt_s(each.num_prompt_tokens, 512) for each in requests]
     played = replay(requests, prefill(num_prefill, *prompts_s), DecodePool(costs, 6 - num_prefill, 1000))
-    attained = played.scores(slo).count(1.0) / len(requests)
+    attained = played.scores([slo] * len(requests)).count(1.0) / len(requests)
     assert attained == pytest.approx(totals.attainment(slo), abs=0.05)
     for share in (0.5, 0.9):
         tpot_s = percentile(array("d", played.tpots_s), share)

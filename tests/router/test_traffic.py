@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
+import prometheus_client
 import pytest
 
 from router.config import SloPolicy
 from router.observation import Answered, Arrival
-from router.traffic import Percentiles, Traffic
+from router.traffic import ClassTraffic, Percentiles, Traffic
 
 ARRIVAL = Arrival(0.0, 10, 20)
+LABELS = [("default", "yes"), ("default", "no"), ("batch", "yes"), ("batch", "no")]
 
 
 class Clock:
@@ -131,6 +134,34 @@ def test_shares_failures_and_refusals() -> None:
     assert report.requests_per_s == 7.0
     assert report.tpot_s.count == 3
     assert [each.refused_per_s for each in report.slices] == [2.0]
+
+
+def test_classes_are_judged_by_their_own_slos() -> None:
+    """0.6 s are too long for the default class and for nobody else; a class that nobody gave is the default one."""
+    clock = Clock()
+    traffic = Traffic(SloPolicy(0.5, 0.05), clock, {"batch": SloPolicy(30.0, 0.5, 0.6), "idle": SloPolicy(1.0, 0.1)})
+    before = [_counted(*labels) for labels in LABELS]
+    clock.now += 0.5
+    for ttft_s, slo_class in ((0.4, ""), (0.6, ""), (0.6, "batch"), (31.0, "batch"), (0.7, "batch"), (0.6, "gone")):
+        traffic.answered(replace(answered(ttft_s), slo_class=slo_class))
+        clock.now += 0.7  # over several slices
+    report = traffic.report(10)
+    assert report.attainment == pytest.approx(3 / 6)
+    assert report.classes == (
+        ClassTraffic("default", 3, pytest.approx(1 / 3), 0.9),  # type: ignore[arg-type]
+        ClassTraffic("batch", 3, pytest.approx(2 / 3), 0.6),  # type: ignore[arg-type]
+        ClassTraffic("idle", 0, 1.0, 0.9),
+    )
+    assert [_counted(*labels) - was for labels, was in zip(LABELS, before, strict=True)] == [1, 2, 2, 1]
+    assert _counted("gone", "yes") == -1.0  # names that nobody gave are no labels
+    assert Traffic(SloPolicy(), clock).report(60).classes == ()
+
+
+def _counted(slo_class: str, met: str) -> float:
+    """-1 where there is no such label."""
+    labels = {"slo_class": slo_class, "met": met}
+    counted = prometheus_client.REGISTRY.get_sample_value("pdserve_router_slo_answers_total", labels)
+    return -1.0 if counted is None else counted
 
 
 def test_memory_is_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,11 @@ from tests.router.test_sharing import Clock
 
 ANSWERED = Answered(3.0, 1.5, 100, 20, 30, 0.25, 0.02)
 SHORT = Answered(5.0, 4.0, 7, 0, 1, 0.1, None)
+CLASSED = (
+    [Arrival(0.5, 10, 20), Arrival(0.4, 11, 20, "chat")],
+    [ANSWERED, replace(SHORT, slo_class="chat")],
+    [Running(1.0, 2, 3), Running(1.0, 2, 3, "chat")],
+)
 
 
 class Side:
@@ -100,8 +106,42 @@ def test_records_come_back_as_they_were() -> None:
     for record in (
         TrafficRecord(3, 5.5, 2, [Arrival(0.5, 10, 20)], [ANSWERED, SHORT], [Running(1.0, 2, 3)]),
         TrafficRecord(1, 0.0, 0, [], [], []),
+        TrafficRecord(4, 5.5, 0, CLASSED[0], CLASSED[1], CLASSED[2]),
     ):
         assert TrafficRecord.from_bytes(record.to_bytes()) == record
+
+
+def test_who_has_no_class_is_told_as_before_there_were_any() -> None:
+    """A router of an older version takes rows apart by their length."""
+    record = json.loads(TrafficRecord(4, 5.5, 0, CLASSED[0], CLASSED[1], CLASSED[2]).to_bytes())
+    assert record["arrived"] == [[0.5, 10, 20], [0.4, 11, 20, "chat"]]
+    assert record["answered"] == [[3.0, 1.5, 100, 20, 30, 0.25, 0.02], [5.0, 4.0, 7, 0, 1, 0.1, None, "chat"]]
+    assert record["running"] == [[1.0, 2, 3], [1.0, 2, 3, "chat"]]
+
+
+@pytest.mark.parametrize("named", ['["a", "b"]', "[5]", '["' + "c" * 65 + '"]'])
+def test_what_is_no_class_is_not_taken_for_one(named: str) -> None:
+    arrived = f"[[0.5, 10, 20, {named[1:-1]}]]"
+    record = f'{{"number": 1, "at": 1, "num_waiting": 0, "num_arrived": 1, "arrived": {arrived}, '
+    rest = '"num_answered": 0, "answered": [], "num_running": 0, "running": []}'
+    with pytest.raises(ValueError, match="not the traffic of a router"):
+        TrafficRecord.from_bytes((record + rest).encode())
+
+
+async def test_classes_reach_the_router_that_plans(store: MemoryStore, wall: Clock) -> None:
+    planning, other = (Side(store, wall, 0.0, plans_here=plans_here) for plans_here in (True, False))
+    other.observing.arrived(Arrival(other.clock(), 9, 50, "chat"))
+    other.observing.refused(had_arrived=False, slo_class="batch")
+    other.observing.answered(replace(SHORT, slo_class="chat"))
+    other.requests = [Running(other.clock() - 4.0, 30, 12, "batch")]
+    for _ in range(30):
+        for side in (other, planning):
+            await side.sharing.exchange()
+        wall.now += 0.1
+    arrived, answered = planning.observing.take()
+    assert [each.slo_class for each in arrived] == ["chat", "batch"]
+    assert [each.slo_class for each in answered] == ["chat"]
+    assert [each.slo_class for each in planning.sharing.running_elsewhere] == ["batch"]
 
 
 @pytest.mark.parametrize(

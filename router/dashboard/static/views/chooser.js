@@ -50,8 +50,9 @@ export function Chooser({ plan, locked }) {
   `;
 }
 
-function about({ slo }) {
+function about({ slo, slo_classes: classes }) {
   if (!slo) return "";
+  if (classes?.length) return "Requests a second that meet the SLOs of their class, as predicted for what is expected";
   const limits = `TTFT ${format.seconds(slo.ttft_s)}, TPOT ${format.seconds(slo.tpot_s)}`;
   return `Requests a second that meet both SLOs (${limits}), as predicted for the load that is expected`;
 }
@@ -106,7 +107,9 @@ function predicted(ratio, now) {
       ? ""
       : ` (${difference > 0 ? "+" : "−"}${format.number(Math.abs(difference))} against now)`;
   const [goodput, share] = [format.number(ratio.goodput), format.share(ratio.attainment)];
-  const rest = `${against}, ${share} of what comes · ${format.times(ratio)}`;
+  const classes = (ratio.classes ?? []).map((each) => `${each.slo_class} ${format.share(each.attainment)}`);
+  const ofEach = classes.length ? ` (${classes.join(", ")})` : "";
+  const rest = `${against}, ${share} of what comes${ofEach} · ${format.times(ratio)}`;
   return html`Predicted: <b>${goodput}</b> requests/s within the SLOs${rest}`;
 }
 

@@ -6,20 +6,30 @@ import * as format from "../format.js";
 export function GoodputChart({ ratios, plan, now, chosen, onChoose }) {
   const goal = plan.proposed ? ratios.findIndex((ratio) => ratio.num_prefill === plan.proposed.num_prefill) : -1;
   const enough = plan.slo?.percentile ?? 0;
+  const shares = JSON.stringify({ default: enough, ...sharesOf(plan.slo_classes ?? []) });
   const option = useMemo(
-    () => (colours) => goodputOption(colours, ratios, { now, goal, chosen, enough }),
-    [ratios, now, goal, chosen, enough],
+    () => (colours) => goodputOption(colours, ratios, { now, goal, chosen, shares: JSON.parse(shares) }),
+    [ratios, now, goal, chosen, shares],
   );
   const planned = goal >= 0 ? `, ${told(ratios[goal])} where the planner would go` : "";
   const label = `Predicted goodput by ratio: ${told(ratios[now])} now${planned}`;
   return html`
     <${Chart} label=${label} height=${230} option=${option} onChoose=${onChoose} />
     <p class="legend" aria-hidden="true">
-      <span><i class="swatch solid"></i>meets the SLO for ${format.share(enough)} of what comes</span>
+      <span><i class="swatch solid"></i>${meaning(enough, plan.slo_classes ?? [])}</span>
       <span><i class="swatch pale"></i>does not</span>
       <span><i class="swatch ring"></i>chosen</span>
     </p>
   `;
+}
+
+const sharesOf = (classes) => Object.fromEntries(classes.map(({ name, slo }) => [name, slo.percentile]));
+const meaning = (enough, classes) =>
+  classes.length ? "gives every class its share" : `meets the SLO for ${format.share(enough)} of what comes`;
+
+function isEnough({ attainment, classes }, shares) {
+  if (!classes?.length) return attainment >= shares.default;
+  return classes.every((each) => each.attainment >= (shares[each.slo_class] ?? 0));
 }
 
 const told = (ratio) =>
@@ -53,18 +63,18 @@ function goodputOption(colours, ratios, marks) {
         type: "bar",
         barCategoryGap: ratios.length > 60 ? "8%" : "28%",
         barMaxWidth: 46,
-        data: ratios.map((ratio, i) => bar(colours, ratio, i === marks.chosen, ratio.attainment >= marks.enough)),
+        data: ratios.map((ratio, i) => bar(colours, ratio, i === marks.chosen, isEnough(ratio, marks.shares))),
         markPoint: { silent: true, symbol: "circle", symbolSize: 0.1, data: labels(colours, ratios, marks) },
       },
     ],
   };
 }
 
-function bar(colours, ratio, isChosen, isEnough) {
+function bar(colours, ratio, isChosen, isGood) {
   const border = isChosen ? { borderColor: colours.text, borderWidth: 2 } : {};
   return {
     value: ratio.goodput,
-    itemStyle: { color: isEnough ? colours.accent : colours.even, borderRadius: [3, 3, 0, 0], ...border },
+    itemStyle: { color: isGood ? colours.accent : colours.even, borderRadius: [3, 3, 0, 0], ...border },
   };
 }
 
@@ -97,6 +107,7 @@ function inWords(ratio) {
   return [
     `${ratio.num_prefill} prefill : ${ratio.num_decode} decode`,
     `${format.number(ratio.goodput)} requests/s within the SLOs (${format.share(ratio.attainment)})`,
+    ...(ratio.classes ?? []).map((each) => `${each.slo_class}: ${format.share(each.attainment)}`),
     format.times(ratio),
   ].join("\n");
 }

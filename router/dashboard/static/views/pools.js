@@ -39,8 +39,8 @@ function Summary({ pools, traffic, slo }) {
         <${Stat}
           label="Within both SLOs"
           value=${format.share(traffic?.attainment, 1)}
-          tone=${tone(traffic && traffic.attainment >= (slo?.percentile ?? 0))}
-          detail=${slo ? `${format.share(slo.percentile)} are to be` : "no SLO known"}
+          tone=${tone(traffic && isWithin(traffic, slo))}
+          detail=${html`<${Promised} classes=${traffic?.classes ?? []} slo=${slo} />`}
         />
         <${Latency} label="TTFT" told=${traffic?.ttft_s} limit=${slo?.ttft_s} percentile=${slo?.percentile} />
         <${Latency} label="TPOT" told=${traffic?.tpot_s} limit=${slo?.tpot_s} percentile=${slo?.percentile} />
@@ -50,6 +50,21 @@ function Summary({ pools, traffic, slo }) {
 }
 
 const tone = (isGood) => (isGood === null || isGood === undefined ? "" : isGood ? "good" : "bad");
+
+/** Of each SLO class, where there are several, as of all. */
+function isWithin({ attainment, classes }, slo) {
+  if (!classes?.length) return attainment >= (slo?.percentile ?? 0);
+  return classes.every((each) => each.attainment >= each.share);
+}
+
+function Promised({ classes, slo }) {
+  if (!classes.length) return slo ? `${format.share(slo.percentile)} are to be` : "no SLO known";
+  return classes.map((each) => {
+    const told = each.num_answers ? format.share(each.attainment, 1) : "no answers";
+    const text = `${each.slo_class} ${told} of ${format.share(each.share)}`;
+    return html`<span class="whole" key=${each.slo_class}>${text}</span><br />`;
+  });
+}
 
 /** p50 / p90 / p99, of which the one that the SLO is about is measured against it. */
 function Latency({ label, told, limit, percentile }) {
