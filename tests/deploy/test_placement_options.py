@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.placement_options import placement_options, take_policy
+from deploy.policy_options import policy_options, take_policies
 from router.config import LimitPolicy, PlacementPolicy, SloPolicy
 
 SLO = SloPolicy(0.5, 0.05)
@@ -49,3 +50,19 @@ def test_options_are_in_the_units_that_they_name() -> None:
 def test_what_makes_no_sense_is_refused(arguments: str) -> None:
     with pytest.raises(click.BadParameter, match="is not in the range"):
         policy_of(*arguments.split())
+
+
+def test_a_prompt_spills_over_by_the_strictest_of_all_classes() -> None:
+    taken: list[dict[str, Any]] = []
+
+    @click.command()
+    @policy_options
+    def command(**settings: Any) -> None:
+        taken.append(take_policies(settings))
+
+    arguments = "--slo-ttft 1 --slo-tpot 0.05 --slo-class slow=ttft:9,tpot:0.5 --slo-class chat=ttft:0.3,tpot:0.06"
+    CliRunner().invoke(command, arguments.split(), standalone_mode=False, catch_exceptions=False)
+    (policies,) = taken
+    promised = policies["placement"].slo
+    assert (promised.ttft_s, promised.tpot_s) == (0.3, 0.05)
+    assert policies["slo"].ttft_s == 1.0
