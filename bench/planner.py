@@ -42,6 +42,7 @@ STEP_TOKENS, RUNNING, BLOCKS = 1024, 128, 16_000
 MAX_TOKENS = 2000  # that requests ask for: how long answers become is not known before
 PLAN_EVERY_S, RULE_EVERY_S, THROUGHPUT_EVERY_S = 4.0, 0.25, 30.0
 LEAD_S = 3.0  # one who knows what comes changes roles a little earlier
+_TABLE_WIDTH = 116
 FLIP_COST = 12.0  # requests: what one who knows what comes takes a change to cost
 
 
@@ -269,7 +270,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="a folder with azure/ and mooncake/; synthetic traces if not given")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=max(Console().width, _TABLE_WIDTH))
     if arguments.quick:
         fleet = Fleet(6, 70.0, 14.0, arguments.traces, arguments.seed)
     else:
