@@ -90,8 +90,8 @@ def recorded_loads(folder: Path, phase_s: float, scale: float) -> list[Load]:
 
     loads: Mapping[str, Callable[[int], Iterator[TracedRequest]]] = {
         "conversation, code, conversation": shift,
-        "long conversation": mooncakes("conversation", 0.55),
-        "long documents": mooncakes("synthetic", 0.55),
+        "long conversation": mooncakes("conversation", 0.4),
+        "long documents": mooncakes("synthetic", 0.3),
     }
     return [replace(load, requests=loads.get(load.name, load.requests)) for load in synthetic_loads(phase_s, scale)]
 

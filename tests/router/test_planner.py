@@ -158,6 +158,19 @@ def test_roles_that_have_just_changed_stay() -> None:
     assert planner.propose(observed(fleet(2, 6), 110.0, LONG_PROMPTS, past_s=6.9)).roles
 
 
+def test_what_seems_urgent_soon_after_a_change_is_chance_if_nothing_else_has_changed() -> None:
+    """19 % more within the SLOs are worth a change at once, but not half a minute after another one."""
+    soon = observed(fleet(5, 3), 130.0, LONG_PROMPTS, 7.0, past_s=29.9)
+    assert Planner(POLICY).propose(observed(fleet(5, 3), 100.0, LONG_PROMPTS, 7.0)).roles
+    planner = Planner(POLICY)
+    assert planner.propose(observed(fleet(2, 6), 100.0, LONG_PROMPTS, 7.0)).roles
+    again = planner.propose(soon)
+    assert again.roles == {} and "roles changed 30 s ago" in again.plan.reason
+    assert max(ratio.attainment for ratio in again.ratios) > again.ratios[4].attainment + 0.1
+    far_better = planner.propose(replace(soon, now_s=131.0, workers=fleet(2, 6), arrived=(), answered=()))
+    assert far_better.roles
+
+
 def test_an_epoch_is_of_other_sizes() -> None:
     planner = Planner(POLICY)
     epochs = [
