@@ -106,7 +106,7 @@ def load_fastest() -> tuple[Build, ctypes.CDLL]:
         try:
             return build, load(build)
         except KernelsUnavailable as error:
-            logger.info("no kernels for %s: %s", build.name, error)
+            logger.warning("no kernels for %s, slower ones are used: %s", build.name, error)
     return last, load(last)
 
 

@@ -80,12 +80,12 @@ void pack_all(const float *x, long M, long K, char *to, int num_threads) {
 
 /* Bytes between rows of w once they are laid out: lines of rows one below the other have different places in the first
  * cache. */
-INLINE long row_bytes(long K) { return (ceil_div(K, STEP) | 1) * 64; }
+INLINE long laid_out_bytes(long K) { return (ceil_div(K, STEP) | 1) * 64; }
 
 /* Up to 16 rows of w, ldw bytes apart, to 16 rows of tiles. Nothing else is as slow as a tile whose rows are not at
  * multiples of 64 bytes, and a checkpoint puts them anywhere. As many rows at `next` are fetched meanwhile. */
 static void lay_out(const char *w, long ldw, long num_rows, long K, const char *next, char *rows) {
-    const long whole = K / STEP * STEP, size = row_bytes(K);
+    const long whole = K / STEP * STEP, size = laid_out_bytes(K);
     for (long row = 0; row < 16; row++, w += ldw, next += ldw, rows += size) {
         if (row >= num_rows) {
             memset(rows, 0, size);
@@ -118,7 +118,7 @@ INLINE void step(int groups, const char *w, long ldw, const char *x0, const char
 
 /* sum[groups][2][16][16] = two times 16 rows of w by one or two groups of packed tokens, group bytes apart. */
 INLINE void products(int groups, const char *w, const char *x, long group, long K, float *sum) {
-    const long ldw = row_bytes(K);
+    const long ldw = laid_out_bytes(K);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -150,7 +150,7 @@ static void put(const float *sum, long M, long n, float *y, long ldy, int add) {
 void multiply_packed(const char *x, long M, const char *w, long N, long K, float *y, long ldy, int add) {
     const long group = packed_bytes(TOKENS, K), num_blocks = ceil_div(K, K_BLOCK);
     const long block = ceil_div(ceil_div(K, num_blocks), STEP) * STEP;
-    char ALIGNED rows[32 * row_bytes(block)];
+    char ALIGNED rows[32 * laid_out_bytes(block)];
     float ALIGNED sum[4 * 256];
     configure();
     for (long k = 0; k < K; k += block, x += packed_bytes(TOKENS, block)) {
@@ -158,7 +158,7 @@ void multiply_packed(const char *x, long M, const char *w, long N, long K, float
         for (long j = 0; j < N; j += 32) {
             const char *from = w + (j * K + k) * 2;
             lay_out(from, 2 * K, N - j, length, from + 64 * K, rows);
-            lay_out(from + 32 * K, 2 * K, N - j - 16, length, from + 96 * K, rows + 16 * row_bytes(length));
+            lay_out(from + 32 * K, 2 * K, N - j - 16, length, from + 96 * K, rows + 16 * laid_out_bytes(length));
             for (long m = 0; m < M; m += TOKENS) {
                 const char *tokens = x + packed_bytes(m, K);
                 float *to = y + m * ldy + j;
@@ -191,13 +191,13 @@ static void put_silu(const float *gate, const float *up, char *to) {
 void gate_packed(const char *x, long M, const char *gate, const char *up, long first, long n, long K, long I,
                  char *hidden) {
     const long group = packed_bytes(TOKENS, K);
-    char ALIGNED rows[32 * row_bytes(K)];
+    char ALIGNED rows[32 * laid_out_bytes(K)];
     float ALIGNED sum[4 * 256];
     configure();
     for (long j = first; j < ceil_div(first + n, STEP) * STEP; j += 16) {
         const long num_rows = MIN(16, first + n - j);
         lay_out(gate + j * 2 * K, 2 * K, num_rows, K, gate + (j + 16) * 2 * K, rows);
-        lay_out(up + j * 2 * K, 2 * K, num_rows, K, up + (j + 16) * 2 * K, rows + 16 * row_bytes(K));
+        lay_out(up + j * 2 * K, 2 * K, num_rows, K, up + (j + 16) * 2 * K, rows + 16 * laid_out_bytes(K));
         for (long m = 0; m < M; m += TOKENS) {
             const char *tokens = x + packed_bytes(m, K);
             if (m % 32 == 0 && M - m > TOKENS) products(2, rows, tokens, group, K, sum);

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -313,3 +314,12 @@ def test_of_equals_the_first_is_likeliest(kernels: Kernels) -> None:
     scores = torch.zeros(1, 200)
     scores[0, 150:] = 1.0
     assert KernelLikeliest(kernels.library)(scores, 4)[0].tolist() == [[150, 151, 152, 153]]
+
+
+@pytest.mark.parametrize("build", [*compiled.BUILDS, compiled.AVX512_BF16], ids=lambda build: build.name)
+def test_every_build_compiles_without_a_warning(build: Build) -> None:
+    """What this CPU cannot run, too: nobody would notice otherwise until it runs the slower one elsewhere."""
+    sources = sorted(map(str, compiled.SOURCES.glob("*.c")))
+    flags = [*compiled.FLAGS, *build.flags, "-Werror", "-fsyntax-only"]
+    found = subprocess.run(["cc", *flags, *sources], capture_output=True, text=True, timeout=120, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
