@@ -131,7 +131,7 @@ async def run(plan: Plan, prompts: Path, console: Console) -> Outcome:
     text = Tokenizer.load(folder).encode("\n\n".join(texts))
     while len(text) < 20_000:
         text = text + text[1:]
-    apart = ClusterConfig(str(folder), num_threads=1)
+    apart = ClusterConfig(str(folder), num_threads=1, spill=True)
     together = ClusterConfig(str(folder), num_prefill=0, num_decode=0, num_colocated=2, num_threads=1)
     console.print("starting two clusters", style="dim")
     async with AsyncExitStack() as stack:

@@ -49,6 +49,7 @@ class ClusterConfig:
     page: PageConfig | None = None  # the dashboard
     num_threads: int | None = None
     plan: str = "frozen"  # auto: the router changes roles; what programs start has those that they say
+    spill: bool = False  # prompts, to decode workers: likewise
     router_arguments: Sequence[str] = ()
     worker_arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -241,15 +242,15 @@ class LocalCluster:
 
     def _router_command(self) -> Command:
         host, _, port = self.router_address.rpartition(":")
-        http_port = "off" if self._http_port is None else str(self._http_port)
-        own = ("--model", self.config.model, "--host", host, "--port", port, "--http-port", http_port)
-        return self._command(ROUTER, "router", *own, "--plan", self.config.plan, *self.config.router_arguments)
+        ports = ("--port", port, "--http-port", str(self._http_port or "off"))
+        own = ("--model", self.config.model, "--host", host, *ports)
+        spill = "--spill" if self.config.spill else "--no-spill"
+        return self._command(ROUTER, "router", *own, "--plan", self.config.plan, spill, *self.config.router_arguments)
 
     def _worker_command(self, worker_id: str, role: str) -> Command:
         own = ("--worker-id", worker_id, "--role", role, "--router", self.router_address, "--host", self.config.host)
-        threads = ("--num-threads", str(self.config.threads_per_worker))
-        shared = ("--model", self.config.model, *threads, *self.config.worker_arguments)
-        return self._command(worker_id, "worker", *own, *shared)
+        shared = ("--model", self.config.model, "--num-threads", str(self.config.threads_per_worker))
+        return self._command(worker_id, "worker", *own, *shared, *self.config.worker_arguments)
 
     def _command(self, name: str, *arguments: str) -> Command:
         """-P: a folder named `model` where the user happens to be must not be taken for ours."""

@@ -37,6 +37,7 @@ def cluster_config(context: click.Context, settings: Mapping[str, Any]) -> Clust
         page=_page(settings["dashboard_port"], security),
         num_threads=settings["num_threads"],
         plan=settings["plan"],
+        spill=settings["spill"],
         router_arguments=[
             *router_options.of_router(context),
             *drain,

@@ -77,7 +77,7 @@ class SplitCluster:
         return {series: float(value) for series, value in samples}
 
     async def _start(self) -> None:
-        await self._spawn("router", "router", "--port", str(_ROUTER_PORT), "--plan", "frozen")
+        await self._spawn("router", "router", "--port", str(_ROUTER_PORT), "--plan", "frozen", "--no-spill")
         for name in ("prefill-0", _FAR, "decode-1"):
             number = self._number(name)
             ports = ("--port", str(_WORKER_PORT + number), "--metrics-port", str(_METRICS_PORT + number))

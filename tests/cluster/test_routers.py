@@ -67,7 +67,7 @@ async def second_router(
     model: TinyModel, folder: Path, arguments: tuple[str, ...]
 ) -> AsyncIterator[tuple[ChildProcess, str]]:
     port = free_port()
-    options = ("--model", str(model.folder), "--port", str(port), "--plan", "frozen")
+    options = ("--model", str(model.folder), "--port", str(port), "--plan", "frozen", "--no-spill")
     start = (sys.executable, "-P", "-m", "deploy.cli", "router", *options)
     root = str(Path(__file__).resolve().parents[2])
     command = Command("second", (*start, "--http-port", "off", *arguments), folder / "second.log", {"PYTHONPATH": root})

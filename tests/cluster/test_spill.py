@@ -19,7 +19,9 @@ NUM_TOKENS = 40
 async def test_some_of_many_prompts_spill_over(tiny_moe: TinyModel, tmp_path: Path) -> None:
     """One takes half a second, so that of eight at once all but the first would have their first token too late."""
     router_arguments = ("--slo-ttft", "1", "--slo-tpot", "1")
-    config = timed_config(tiny_moe, tmp_path, timing=TIMING, num_prefill=1, router_arguments=router_arguments)
+    config = timed_config(
+        tiny_moe, tmp_path, timing=TIMING, num_prefill=1, spill=True, router_arguments=router_arguments
+    )
     async with LocalCluster(config) as cluster, PdserveClient(cluster.router_address) as client:
         for prompt in prompts(2, range(250, 251), seed=1):  # nobody knows before how fast they are
             first = await ask(client, prompt, Sampling(temperature=0, max_tokens=NUM_TOKENS))

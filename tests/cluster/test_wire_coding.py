@@ -37,6 +37,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_LAYERS = 3  # of the tiny model itself
 NUM_PROMPT_TOKENS = 16 * 5 + 7
+NUM_ANSWERED = 500  # tokens: long enough to be still there when a worker is emptied
 SAMPLING = inference_pb2.SamplingParams(
     temperature=0, top_p=1, repetition_penalty=1, max_tokens=700, ignore_eos=True, max_draft_tokens=0
 )
@@ -167,7 +168,7 @@ async def test_answers_come_and_running_sequences_move(wire: Wire) -> None:
     """From one decode worker to the other, in eight bits as well."""
     rng = random.Random(2)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 16, 33, 150, 250)]
-    sampling = Sampling(temperature=0, max_tokens=300, ignore_eos=True)
+    sampling = Sampling(temperature=0, max_tokens=NUM_ANSWERED, ignore_eos=True)
     before = {name: await wire.received_bytes(name, wire.coding) for name in ("decode-0", "decode-1")}
     async with PdserveClient(wire.cluster.router_address) as client:
         moving: list[asyncio.Task[None]] = []
@@ -183,7 +184,7 @@ async def test_answers_come_and_running_sequences_move(wire: Wire) -> None:
         )
         await asyncio.gather(*moving)
         await client.set_draining("decode-0", False)
-    assert [len(answered.token_ids) for answered in answers] == [300] * 5
+    assert [len(answered.token_ids) for answered in answers] == [NUM_ANSWERED] * 5
     assert sum(answered.usage.num_moves for answered in answers) >= 1
     for answered, prompt in zip(answers, prompts, strict=True):
         assert answered.usage.decode_recomputed_tokens == answered.usage.num_retries == 0
