@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -167,9 +167,10 @@ class LocalCluster:
         """Drains and ends one process; returns its exit code."""
         return await self._processes[name].stop(self.config.stop_grace_s)
 
-    async def restart(self, name: str) -> None:
-        """Starts a process that has ended again, under the same name, and waits until it is ready."""
-        await self._spawn(self._processes[name].command)
+    async def restart(self, name: str, *more: str) -> None:
+        """Starts a process that has ended again, and waits until it is ready. `more` arguments overrule what it had."""
+        command = self._processes[name].command
+        await self._spawn(replace(command, arguments=(*command.arguments, *more)))
         if name == ROUTER:
             await self._wait_for_router()
         elif name == DASHBOARD:
