@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -168,9 +168,10 @@ class LocalCluster:
         """Drains and ends one process; returns its exit code."""
         return await self._processes[name].stop(self.config.stop_grace_s)
 
-    async def restart(self, name: str) -> None:
-        """Starts a process that has ended again, under the same name, and waits until it is ready."""
-        await self._spawn(self._processes[name].command)
+    async def restart(self, name: str, *more: str) -> None:
+        """Starts a process that has ended again, and waits until it is ready. `more` arguments overrule what it had."""
+        command = self._processes[name].command
+        await self._spawn(replace(command, arguments=(*command.arguments, *more)))
         if name == ROUTER:
             await self._wait_for_router()
         elif name == DASHBOARD:
@@ -241,11 +242,10 @@ class LocalCluster:
             raise ProcessEnded(self._processes[name])
 
     def _router_command(self) -> Command:
-        host, _, port = self.router_address.rpartition(":")
-        ports = ("--port", port, "--http-port", str(self._http_port or "off"))
-        own = ("--model", self.config.model, "--host", host, *ports)
-        spill = "--spill" if self.config.spill else "--no-spill"
-        return self._command(ROUTER, "router", *own, "--plan", self.config.plan, spill, *self.config.router_arguments)
+        ports = ("--port", self.router_address.rpartition(":")[2], "--http-port", str(self._http_port or "off"))
+        policies = ("--plan", self.config.plan, "--spill" if self.config.spill else "--no-spill")
+        own = ("--model", self.config.model, "--host", self.config.host, *ports, *policies)
+        return self._command(ROUTER, "router", *own, *self.config.router_arguments)
 
     def _worker_command(self, worker_id: str, role: str) -> Command:
         own = ("--worker-id", worker_id, "--role", role, "--router", self.router_address, "--host", self.config.host)
