@@ -14,9 +14,10 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 from tests.browser.served import Served
-from tests.browser.visit import Visit
+from tests.browser.visit import Site, Visit
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+MOST_S = 180.0  # that anything awaited takes: a whole cluster may have to start
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -51,7 +52,7 @@ def run() -> Iterator[Run]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="dashboard")
     thread.start()
-    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(MOST_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -78,8 +79,8 @@ def visit(browser: webdriver.Chrome) -> Iterator[Callable[..., Visit]]:
     """Opens a page. At the end of the test the browser has complained of nothing, and asked nobody else."""
     visits: list[Visit] = []
 
-    def open_page(served: Served, view: str = "pools", **settings: Any) -> Visit:
-        one = Visit(browser, served.url, view, **settings)
+    def open_page(site: Site, view: str = "pools", **settings: Any) -> Visit:
+        one = Visit(browser, site.url, view, **settings)
         visits.append(one)
         return one
 

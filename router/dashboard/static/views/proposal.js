@@ -23,8 +23,7 @@ const asked = ({ planned_by, planned_ago_s }) =>
   planned_by ? `asked ${format.seconds(planned_ago_s)} ago, at ${planned_by}` : "";
 
 function Advice({ plan, proposed }) {
-  const stays =
-    plan.plan && proposed.num_prefill === plan.plan.num_prefill && proposed.num_decode === plan.plan.num_decode;
+  const stays = isAsItIs(proposed, plan);
   return html`
     <p class="advice">
       ${stays ? "Would stay at " : "Would go to "}
@@ -37,6 +36,12 @@ function Advice({ plan, proposed }) {
       ${` ${format.share(proposed.confidence)}`}
     </p>
   `;
+}
+
+/** Until there has been a plan, what is in force is what there is; workers that do both count once there. */
+function isAsItIs({ num_prefill, num_decode }, { plan, num_prefill: prefill, num_decode: decode, num_both: both }) {
+  if (plan) return num_prefill === plan.num_prefill && num_decode === plan.num_decode;
+  return num_prefill === prefill - both && num_decode === decode - both;
 }
 
 const gain = (value) => `${value >= 0 ? "+" : "−"}${format.number(Math.abs(value))}`;
